@@ -28,7 +28,7 @@ group's way hides under another's kernel:
     q, k, v forward      to_heads       the kernel before; the first group's:    its kernel
                                         not
     q, k, v, o backward  to_heads       the kernel before; the first group's:    its kernel
-                                        block.post's backward (make_do)
+                                        block.post's backward (make_dout)
     do                   to_heads       likewise; the first group's: the last    its kernel
                                         chunk's products for weights
     o; dq, dk, dv        to_tokens      the next kernel; the last group's: in    the next group's
@@ -472,7 +472,7 @@ class Ulysses:
         received = [places[i] for i in new]
         sent = [torch.empty_like(place) for place in received]
         stream = self.exchange.stream
-        stream.used(*received)  # by kernel g - 2
+        stream.done_reading(*received)  # by kernel g - 2
         with stream.after_compute():  # so the places are free, on every rank
             for i, buffer in zip(new, sent):
                 copy_heads(parts[i], buffer)
@@ -505,7 +505,7 @@ class Ulysses:
             self.exchange.all_to_all(sent, self.outputs)
             for _, place, whole in zip(sent, self.outputs, into):
                 copy_heads(place, self.of(g, whole))
-                stream.used(place)
+                stream.done_reading(place)
         return Way(into, stream.last_event(), sent)
 
     def ready(self, g: int, k: Tensor, dq: Tensor, *dkv: Tensor) -> list[Tensor]:
@@ -628,7 +628,7 @@ class Ring:
                 yield kv, slice(None), slice(0, half)
             else:
                 yield kv, slice(half, None), slice(None)
-        self.stream.used(kv)
+        self.stream.done_reading(kv)
 
     def attend(
         self, kernel: Kernel, mask: Mask, passing: Way | None, q: Tensor, k: Tensor, v: Tensor
@@ -683,7 +683,7 @@ class Ring:
         dq += dq_part
         sums = summing.wait()
         dk, dv = ((total.to(wide) + part).to(q.dtype) for total, part in zip(sums, parts))
-        self.stream.used(sums)
+        self.stream.done_reading(sums)
         return [dq.to(q.dtype), dk, dv]
 
 
@@ -794,7 +794,7 @@ class Attention:
 
         q (B, T/sp, H, D) -> group by group (B, T/R, h, D) -> o (B, T/sp, H, D)
 
-    head_groups: the fewest; more, where a kernel would see too large a tensor. column: of tensor
+    head_groups: the fewest; more, where a kernel would see too large a tensor. tp_rank: of tensor
     parallelism. Raises ValueError for a kernel that sees heads, on a ring: a rectangle's keys do
     not stand where it would count them.
     """
@@ -805,13 +805,13 @@ class Attention:
         head_groups: int = 1,
         exchange: Exchange | None = None,
         ring: Ring | None = None,
-        column: int = 0,
+        tp_rank: int = 0,
     ):
         self.kernel = KERNELS[kernel]
         self.head_groups = head_groups
         self.exchange = exchange or Exchange()
         self.ring = ring or Ring()
-        self.column = column
+        self.tp_rank = tp_rank
         self.mask = CAUSAL
         if self.ring.ranks > 1 and not self.kernel.plain:
             raise ValueError(
@@ -819,7 +819,7 @@ class Attention:
                 "where keys stand (Kernel.plain), and a ring gives it parts of a sequence: --ring 1"
             )
 
-    def within(self, documents: Documents) -> "Attention":
+    def with_documents(self, documents: Documents) -> "Attention":
         """Return this op for a micro-batch whose tokens attend inside their documents alone."""
         assert self.ring.ranks == 1, "documents would cut rectangles"
         op = copy.copy(self)
@@ -849,7 +849,7 @@ class Attention:
         """Return the mask of group g, which says where its heads of q (B, T/sp, H, D), or of a
         column's, stand in the model."""
         n = q.shape[2] // (heads.ranks * heads.count)
-        first = self.column * q.shape[2] + (self.exchange.rank * heads.count + g) * n
+        first = self.tp_rank * q.shape[2] + (self.exchange.rank * heads.count + g) * n
         return replace(self.mask, heads=range(first, first + n))
 
     def on_heads(self, arrived: list[Tensor]) -> list[Tensor]:
@@ -880,7 +880,7 @@ class Attention:
 
     def backward(
         self,
-        make_do: Callable,
+        make_dout: Callable,
         q: Tensor,
         k: Tensor,
         v: Tensor,
@@ -888,12 +888,12 @@ class Attention:
         lse: Tensor,
         in_place: bool = False,
     ) -> list[Tensor]:
-        """Return dq, dk, dv. make_do() -> do (B, T/sp, H, D), and a list of functions, work that is
+        """Return dq, dk, dv. make_dout() -> do (B, T/sp, H, D), and a list of functions, work that is
         left: both hide what travels. in_place: gradients may take the places of q, k and v."""
         heads = self.cut(q, k, backward=True)
         arriving = heads.to_heads(0, [q, k, v, o])
         passing = self.ring.pass_keys(arriving)
-        do, left = make_do()  # hides the first group's q, k, v, o
+        do, left = make_dout()  # hides the first group's q, k, v, o
         do = do.contiguous()
         of_do = heads.to_heads(0, [do], first=4)
         while len(left) > (heads.ranks > 1):  # hides the first group's do

@@ -70,15 +70,15 @@ from hardware import profile_text
 from hf import export_config
 from measure import Machine
 from memplan import write_plan
-from model import MODELS, Block, LLaMA, ModelConfig, param_count, whole_layer
+from model import MODELS, Block, LLaMA, ModelConfig, param_count, run_block
 from ops import Positions
 from ranks import (
     ConfigError,
     Groups,
     UnexpectedError,
+    all_or_none,
+    gather_objects,
     heartbeat,
-    of_all_ranks,
-    on_all_ranks,
     on_rank_0,
     print0,
     start_ranks,
@@ -158,7 +158,7 @@ def plan_runs(bench: Bench, cfg: Config, gpu: float | None = None) -> list[Run]:
     plan for, by default those of this GPU. Raises ConfigError. A collective."""
     cfg = replace(cfg, document_token=-1, dtype="bf16" if bench.gpu else "fp32")
     cfg, model, *_ = train.choose_model(cfg, bench.device, None)
-    kernel = on_all_ranks(pick_kernel, cfg.attention, bench.device, bench.dtype)
+    kernel = all_or_none(pick_kernel, cfg.attention, bench.device, bench.dtype)
     plans, there = train.choose_plans(cfg, model, bench.device, gpu)
     return [Run(cfg, bench.rank, bench.device, kernel, plan, there) for plan in plans]
 
@@ -348,7 +348,7 @@ class WholeBlock(Block):
     """A Block whose call runs the whole layer: FSDP2 unshards and reshards parameters in hooks of a
     module's call."""
 
-    forward = whole_layer
+    forward = run_block
 
 
 class Fsdp2Model(LLaMA):
@@ -512,7 +512,7 @@ def kernels_alone(run: Run) -> tuple[Callable, Callable]:
     for a rank's micro-batch, forward and backward. At most 16K tokens are multiplied at once. On a
     ring, the ranks' attention is counted as if they split its heads."""
     plan = run.plan
-    cfg = plan.column
+    cfg = plan.local_model
     random = functools.partial(torch.randn, device=run.device, dtype=plan.dtype)
     parts = -(-plan.tokens // 2**14)
     tokens = plan.tokens // parts
@@ -547,10 +547,10 @@ def kernel_seconds(bench: Bench, run: Run) -> float:
     runs. Norms, rotary embedding, softmax, communication and recomputation do not count. For a
     pipeline this is the mean of its stages. A collective."""
     plan = run.plan
-    shapes = plan.matrices, plan.end, plan.micro_batch, plan.seq, plan.sp, plan.column.heads
+    shapes = plan.matrices, plan.end, plan.micro_batch, plan.seq, plan.sp, plan.local_model.heads
     if shapes not in bench.kernels:
         bench.kernels[shapes] = [
-            max(of_all_ranks(device_seconds(bench, work))) for work in kernels_alone(run)
+            max(gather_objects(device_seconds(bench, work))) for work in kernels_alone(run)
         ]
     layer, head = bench.kernels[shapes]
     return plan.micro_batches * (plan.model.layers * layer + head) / plan.pp
@@ -635,13 +635,13 @@ def measure_row(bench: Bench, row: Row, look: Callable) -> dict:
             result["error"] = str(e)[:600]
             print0(f"{row.label}: {result['error']}")
 
-        seconds = max(of_all_ranks(seconds))  # infinite on all ranks if the row failed on one
+        seconds = max(gather_objects(seconds))  # infinite on all ranks if the row failed on one
         if math.isfinite(seconds):
             result |= run.plan.rates(seconds, run.hardware.profile.peak_flops)
             result |= {"step_s": seconds, "bound_ratio": kernels / seconds}
         result["oom"] = math.isinf(seconds)
         if bench.gpu:
-            result["gpu_gib"] = max(of_all_ranks(train.gpu_peak_gib()))
+            result["gpu_gib"] = max(gather_objects(train.gpu_peak_gib()))
             result["reserved_gib"] = torch.cuda.max_memory_reserved() / GIB
     return result
 
@@ -1255,7 +1255,7 @@ def main() -> None:
     if args.table == "parallel":  # some of its rows are pipelines
         use_more_queues()
     rank, world, local_rank = start_ranks(600)
-    device = on_all_ranks(train.choose_device, config(args.flags), local_rank)
+    device = all_or_none(train.choose_device, config(args.flags), local_rank)
     gpu = device.type == "cuda"
 
     hardware = device_name(device)

@@ -52,8 +52,8 @@ from torch import Tensor
 
 from data import open_to_append, regular, replace_file
 from model import ModelConfig
-from ops import Cut
-from ranks import ConfigError, check_same, of_all_ranks, on_all_ranks, on_rank_0, print0
+from ops import TensorSlice
+from ranks import ConfigError, all_or_none, check_same, gather_objects, on_rank_0, print0
 from shard import StatePart, States
 from streams import GIB, buffer_bytes, carve, pin_host_buffers
 
@@ -217,7 +217,7 @@ class SavedState:
     """All parts of a state, by the cut of the whole tensor that they are parts of; None: all."""
 
     shape: tuple[int, ...]
-    parts: dict[Cut | None, list[SavedPart]]
+    parts: dict[TensorSlice | None, list[SavedPart]]
 
 
 def open_parts(saved: Checkpoint) -> dict[str, SavedState]:
@@ -244,11 +244,11 @@ def open_parts(saved: Checkpoint) -> dict[str, SavedState]:
 
 def place_text(part: StatePart) -> str:
     """Return where a part belongs, as text for its file."""
-    cut = part.cut and {"rows": part.cut.rows, "cols": part.cut.cols}
+    cut = part.tp_slice and {"rows": part.tp_slice.rows, "cols": part.tp_slice.cols}
     return json.dumps({"start": part.start, "shape": part.shape, "cut": cut})
 
 
-def read_place(text: str) -> tuple[int, tuple[int, ...], Cut | None]:
+def read_place(text: str) -> tuple[int, tuple[int, ...], TensorSlice | None]:
     """Return start, shape and cut of place_text. Raises ValueError if they are no such numbers."""
     place = json.loads(text)
     shape = tuple(place["shape"])
@@ -257,7 +257,7 @@ def read_place(text: str) -> tuple[int, tuple[int, ...], Cut | None]:
     if place["cut"] is not None:
         rows = tuple((first, end) for first, end in place["cut"]["rows"])
         first_col, end_col = place["cut"]["cols"]
-        cut = Cut(shape, rows, (first_col, end_col))
+        cut = TensorSlice(shape, rows, (first_col, end_col))
         bounds = [bound for run in rows for bound in run]
         numbers += [*bounds, first_col, end_col]
     if any(type(number) is not int or number < 0 for number in numbers):
@@ -296,7 +296,7 @@ def check_cover(name: str, state: SavedState) -> None:
             raise ValueError(f"{name} ends at element {end}, not {whole}")
 
 
-def overlaps(one: Cut, two: Cut) -> bool:
+def overlaps(one: TensorSlice, two: TensorSlice) -> bool:
     """Return whether two cuts of a matrix have an element in common."""
 
     def meet(a: tuple[int, int], b: tuple[int, int]) -> bool:
@@ -339,12 +339,12 @@ def read_states(saved: Checkpoint, parts: dict[str, StatePart]) -> None:
                 f"--resume: {saved.folder} does not hold {name} {part.shape}: it is "
                 "of another model or optimizer"
             )
-        if part.cut in state.parts:
-            fill(part.values, state.parts[part.cut], part.start)
+        if part.tp_slice in state.parts:
+            fill(part.values, state.parts[part.tp_slice], part.start)
         else:
             with one_at_a_time:  # a whole matrix takes memory
                 whole = read_whole(state, part.values.dtype)
-                here = part.cut.of(whole) if part.cut else whole
+                here = part.tp_slice.extract(whole) if part.tp_slice else whole
                 part.values.copy_(part.within(here))
         if not is_finite(part.values):
             raise ValueError(
@@ -375,7 +375,7 @@ def read_whole(state: SavedState, dtype: torch.dtype) -> Tensor:
     """Return a state's whole tensor, put together from all of its cuts."""
     whole = torch.empty(state.shape, dtype=dtype)
     rows, cols = state.shape
-    everything = Cut(state.shape, ((0, rows),), (0, cols))
+    everything = TensorSlice(state.shape, ((0, rows),), (0, cols))
     for cut, parts in state.parts.items():
         box = cut or everything
         values = whole.new_empty(math.prod(box.shape))
@@ -392,7 +392,7 @@ def load_checkpoint(states: States, saved: Checkpoint) -> None:
     """Read states from a checkpoint of any factors and ranks, whose files choose_checkpoint has
     checked. Raises ConfigError on all ranks if one of them does not get what was written. A
     collective of all ranks."""
-    on_all_ranks(read_states, saved, states.state_parts())
+    all_or_none(read_states, saved, states.state_parts())
     states.loaded()
 
 
@@ -475,7 +475,7 @@ class Saver:
                 shutil.rmtree(old, ignore_errors=True)
 
         try:
-            written = of_all_ranks(on_all_ranks(self.job.result, group=self.group), self.group)
+            written = gather_objects(all_or_none(self.job.result, group=self.group), self.group)
             # nobody goes on, and is killed, before it has its name
             on_rank_0(complete, group=self.group)
             self.failed = ""
@@ -525,7 +525,7 @@ def choose_checkpoint(out: Path, resume: str) -> Checkpoint | None:
         if saved is None:
             return None
         try:
-            on_all_ranks(check_files, saved)
+            all_or_none(check_files, saved)
             return saved
         except ConfigError as e:
             if resume not in ("auto", "latest"):
@@ -628,4 +628,4 @@ def check_shared(out: Path) -> None:
         return regular(lock).read_text().strip() if lock.exists() else "another"
 
     what = f"the lock of --out {out}, which must be on storage that all nodes share,"
-    check_same({what: on_all_ranks(read)})
+    check_same({what: all_or_none(read)})

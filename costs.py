@@ -23,7 +23,7 @@ many micro-batches in flight as the first stage, layers and logits as the last. 
 those of the last stage, which has the most layers, and the time in which it is idle.
 
 With tensor parallelism a rank has H/T query heads, K/T key/value heads and F/T features of each
-layer, a *column* of it. `Plan.column` is a model with these sizes, and is counted as any other.
+layer, a *column* of it. `Plan.local_model` is a model with these sizes, and is counted as any other.
 What the T ranks exchange is added. With N tokens of all columns:
 
     mode   a layer's forward            its backward              x, h that are kept
@@ -60,7 +60,7 @@ import torch
 import model as llama
 from hardware import Profile, interpolate, interpolate_twice
 from model import ModelConfig, flops_per_token
-from offload import ActivationPlan, block_saves, matrices_of
+from offload import ActivationPlan, matrices_of, trace_block
 from ops import LOSS_ELEMENTS, accumulation_dtype
 from optim import ADAMW, OPTIMIZERS, VISIT_BUFFERS, VISIT_ELEMENTS
 from shard import STREAMS, Factors
@@ -99,7 +99,7 @@ class Plan:
     pp_chunks: int = 1  # V, parts of the model on a stage
 
     @functools.cached_property
-    def column(self) -> ModelConfig:
+    def local_model(self) -> ModelConfig:
         """Return a model whose layers have the sizes of one column."""
         cfg, tp = self.model, self.tp
         return replace(
@@ -112,12 +112,12 @@ class Plan:
     @property
     def matrices(self):
         """Return (rows, cols) of each matrix of a column's layer, in the order of use."""
-        return block_matrices(llama.Block, self.column)
+        return block_matrices(llama.Block, self.local_model)
 
     @property
     def widths(self):
         """Return how many columns q has (o has as many), and how many k and v have together."""
-        cfg = self.column
+        cfg = self.local_model
         return cfg.heads * cfg.head_dim, 2 * cfg.kv_heads * cfg.head_dim
 
     @property
@@ -133,7 +133,7 @@ class Plan:
     @functools.cached_property
     def params(self) -> int:
         """Return how many parameters a rank has before they are sharded. Vectors do not count."""
-        per_layer = layer_params(llama.LLaMA, llama.Block, self.column)
+        per_layer = layer_params(llama.LLaMA, llama.Block, self.local_model)
         layers = sum(per_layer)
         if self.pp > 1:  # of a fork's layers that differ, a stage may have the largest
             layers = self.stage_layers * max(per_layer)
@@ -175,7 +175,7 @@ class Plan:
         return self.micro_batch * self.seq // self.sp
 
     @property
-    def own_tokens(self) -> int:
+    def tokens_between_products(self) -> int:
         """Return how many tokens a column has between products."""
         return self.tokens // (self.tp if self.splits_tokens else 1)
 
@@ -221,7 +221,7 @@ class Plan:
     def kv_groups(self) -> int:
         """Return how many different sets of key/value heads the head groups have. Where there are
         more groups, several of them share a key/value head."""
-        return min(self.head_groups, max(1, self.column.kv_heads // self.head_ranks))
+        return min(self.head_groups, max(1, self.local_model.kv_heads // self.head_ranks))
 
     @property
     def sum_dtype(self) -> torch.dtype:
@@ -284,12 +284,13 @@ class Plan:
     def step_s(self) -> float:
         return float(sum(self.seconds.values()))  # some of them are numpy's
 
-    def rates(self, seconds: float, peak: float | None, seen: float | None = None) -> dict:
+    def rates(self, seconds: float, peak: float | None, keys_seen: float | None = None) -> dict:
         """Return the rates of a step that takes so many seconds: tokens per GPU and second (TGS),
-        and MFU, which is None if the GPU's peak FLOP/s are unknown. seen: see flops_per_token."""
+        and MFU, which is None if the GPU's peak FLOP/s are unknown. keys_seen: see flops_per_token."""
         tgs = self.batch * self.seq / seconds / self.ranks
         causal, full = (
-            peak and flops * tgs / peak for flops in flops_per_token(self.model, self.seq, seen)
+            peak and flops * tgs / peak
+            for flops in flops_per_token(self.model, self.seq, keys_seen)
         )
         return {"tgs": tgs, "mfu_causal": causal, "mfu_full": full}
 
@@ -370,7 +371,7 @@ def column_bytes(plan: Plan) -> LayerBytes:
 
         S_input     x
         S_attn      o and its log-sum-exp
-        S_others    what else model.Block saves (offload.block_saves tells): q, k, v, h,
+        S_others    what else model.Block saves (offload.trace_block tells): q, k, v, h,
                     gate|up, and 1 / rms of x and of h
 
     In fsp a rank keeps x and h of its own tokens only. (So it does 1 / rms, whose 8 bytes per token
@@ -379,9 +380,9 @@ def column_bytes(plan: Plan) -> LayerBytes:
     With H = K and F = 8/3 C a layer so keeps 11 1/3 C elements per token, the log-sum-exp and two
     numbers. That is Memo's 16 C without norm(x), norm(h) and SwiGLU, which are computed again.
     """
-    cfg, e, tokens = plan.column, plan.dtype.itemsize, plan.tokens
+    cfg, e, tokens = plan.local_model, plan.dtype.itemsize, plan.tokens
     q, kv = plan.widths
-    pre, post, *_ = block_saves(cfg, tokens, plan.dtype)
+    pre, post, *_ = trace_block(cfg, tokens, plan.dtype)
 
     x = tokens * cfg.dim * e
     attn = tokens * (q * e + cfg.heads * plan.accum_bytes)
@@ -472,7 +473,7 @@ def host_bytes(plan: ActivationPlan, layer: LayerBytes) -> float:
 # ---------------------------------------------------------------------------- bytes of a step
 
 
-def sent_bytes(plan: Plan) -> float:
+def all_to_all_buffer_bytes(plan: Plan) -> float:
     """Return the bytes of the buffers in which all-to-alls receive."""
     return total_bytes(receive_buffers(plan))
 
@@ -502,7 +503,7 @@ def working_bytes(plan):
 def working_moments(plan) -> dict[str, list[TensorSize]]:
     """Return the three moments of a step that may need most memory, each with the tensors that are
     alive then. What lasts is not among them: states, gathered weights, what layers keep."""
-    cfg = plan.column
+    cfg = plan.local_model
     passes = plan.in_flight / plan.part_layers
     angles = TensorSize("cos and sin", plan.tokens, cfg.head_dim, plan.accum_dtype, passes)
     backward = [angles, *layer_backward_tensors(plan)]
@@ -523,7 +524,7 @@ def recomputes_chunks(plan) -> bool:
 
 def layer_backward_tensors(plan) -> list[TensorSize]:
     """Return what is alive throughout a layer's backward, apart from what the layer kept."""
-    cfg, n, dtype = plan.column, plan.tokens, plan.dtype
+    cfg, n, dtype = plan.local_model, plan.tokens, plan.dtype
     q, kv = plan.widths
     tensors = [
         TensorSize("dy, of the layer's output", n, cfg.dim, dtype),
@@ -540,7 +541,7 @@ def layer_backward_tensors(plan) -> list[TensorSize]:
 def attention_backward_tensors(plan) -> list[TensorSize]:
     """Return what attention's backward allocates in addition to layer_backward_tensors. It runs one
     head group after the other."""
-    cfg, n, dtype, wide = plan.column, plan.tokens, plan.dtype, plan.accum_dtype
+    cfg, n, dtype, wide = plan.local_model, plan.tokens, plan.dtype, plan.accum_dtype
     q, kv = plan.widths
     groups, kept = plan.head_groups, plan.activations
     one_call = plan.head_ranks * groups == 1  # the kernel sees all heads of these tokens at once
@@ -595,7 +596,7 @@ def ring_backward_tensors(plan) -> list[TensorSize]:
 def product_backward_tensors(plan) -> list[TensorSize]:
     """Return what the backward of a chunk's largest products, of down, allocates beside
     layer_backward_tensors, while the first head group's inputs travel."""
-    cfg, n, dtype = plan.column, plan.tokens, plan.dtype
+    cfg, n, dtype = plan.local_model, plan.tokens, plan.dtype
     q, kv = plan.widths
     groups = plan.head_groups
     rows = n / plan.chunks
@@ -621,7 +622,7 @@ def product_backward_tensors(plan) -> list[TensorSize]:
 
 def loss_tensors(plan) -> list[TensorSize]:
     """Return what head and loss allocate (ops._HeadLoss): logits of a chunk of tokens only."""
-    n, wide = plan.own_tokens, plan.accum_dtype
+    n, wide = plan.tokens_between_products, plan.accum_dtype
     vocab, dim = plan.end
     rows = min(LOSS_ELEMENTS / vocab, n)
     return [
@@ -722,7 +723,7 @@ def message_bytes(plan):
     """Return the bytes of a micro-batch that one pipeline stage sends to the next."""
     if plan.pp == 1:
         return 0
-    return plan.own_tokens * plan.model.dim * plan.dtype.itemsize
+    return plan.tokens_between_products * plan.model.dim * plan.dtype.itemsize
 
 
 # ---------------------------------------------------------------------------- seconds of operations
@@ -835,11 +836,11 @@ BACKWARD_CHUNKS = [
 
 def layer_tensors(plan: Plan) -> dict[str, float]:
     """Return the bytes of a layer's tensors, of all tokens, by their names in the tables above."""
-    cfg, n = plan.column, plan.tokens
+    cfg, n = plan.local_model, plan.tokens
     q, kv = plan.widths
     # in fsp a column works on its own tokens between products. In msp, too, but its norms see all
     # tokens, and the sums next to them are counted likewise
-    own = plan.own_tokens if plan.tp_mode == "fsp" else n
+    own = plan.tokens_between_products if plan.tp_mode == "fsp" else n
     table = (
         ("x h y o_out a_down dx dh dy", own, cfg.dim),
         ("n1 n2 dn1 dn2", own, cfg.dim),
@@ -1057,7 +1058,7 @@ def head_seconds(est, plan):
     embedding's gradient."""
     vocab, dim = plan.end
     e, wide = plan.dtype.itemsize, plan.accum_bytes
-    logits, matrix = plan.own_tokens * vocab, vocab * dim
+    logits, matrix = plan.tokens_between_products * vocab, vocab * dim
     nbytes = {
         "logits": logits * wide,
         "dlogits": logits * wide,
@@ -1067,7 +1068,7 @@ def head_seconds(est, plan):
         "dembed": matrix * e,
     }
     kinds = "forward", "input_grad", "weight_grad_sum"
-    products = est.products(kinds, plan.own_tokens, vocab, dim)
+    products = est.products(kinds, plan.tokens_between_products, vocab, dim)
     return products + est.moved(moved_bytes(LOSS + ENDS, nbytes))
 
 

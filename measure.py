@@ -30,7 +30,7 @@ from attention import Attention, Exchange, gpus_reach_each_other
 from hardware import COLLECTIVES, OVERLAPS, PASSES, PRODUCTS, Profile, peak_flops
 from model import LLaMA, ModelConfig, divisors
 from ops import accumulation_dtype, weight_grad_into
-from ranks import Groups, all_gather, of_all_ranks, reduce_scatter
+from ranks import Groups, all_gather, gather_objects, reduce_scatter
 from shard import States
 from streams import HOST_BYTES, CommStream
 
@@ -96,13 +96,13 @@ class Machine:
     def time(self, fn):
         """Return the seconds of a call among many, back to back, after as many that warm up."""
         calls = 1
-        for turn in range(4):  # all ranks at the same time: of_all_ranks waits for them
+        for turn in range(4):  # all ranks at the same time: gather_objects waits for them
             start = time.perf_counter()
             for _ in range(calls):
                 fn()
             if self.gpu:
                 torch.cuda.synchronize()
-            seconds = max(of_all_ranks(time.perf_counter() - start))
+            seconds = max(gather_objects(time.perf_counter() - start))
             if turn == 1:
                 calls = math.ceil(self.seconds / seconds)
         return seconds / calls
@@ -172,17 +172,17 @@ class Machine:
         seconds = self.time(run) / cfg.layers
         return moved / max(seconds - products, seconds / 100)  # whatever the clock's noise
 
-    def update_rate(self, place):
+    def update_rate(self, storage):
         """Return bytes/s of layers' update with optimizer states on the GPU: those of update_bytes;
         or on the host: those of states, each way."""
         model = self.make_model(4, self.middle)
-        states = States(model, self.device, self.dtype, place=place)
+        states = States(model, self.device, self.dtype, storage=storage)
         held = states.bytes()
         moved = {
             "gpu": held["parameters"] / self.dtype.itemsize * costs.update_bytes(self.dtype),
             "host": held["optimizer"],
         }
-        return moved[place] / self.time(lambda: states.update(0.0, 0.0))
+        return moved[storage] / self.time(lambda: states.update(0.0, 0.0))
 
     def copy_rate(self):
         """Return bytes/s to the host, of page-locked memory."""
@@ -289,6 +289,6 @@ class Machine:
                         fn()
         torch.cuda.synchronize()
         return [
-            max(1.0, *of_all_ranks(begin.elapsed_time(end) / 1e3 / (16 * count * seconds)))
+            max(1.0, *gather_objects(begin.elapsed_time(end) / 1e3 / (16 * count * seconds)))
             for begin, end, count, seconds in zip(events[:2], events[2:], calls, alone)
         ]

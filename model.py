@@ -16,7 +16,7 @@ a backward by hand wants of them):
 
     matrix.events          raised where a weight is used (ops.PlainEvents): shard.py gathers the
                            weight and reduces its gradient there
-    matrix.enter, join     called around a projection, as is `around`: tensor.py exchanges tokens
+    matrix.tp_input ...    called around a projection, with tp_output and tp_prologue: tensor.py exchanges tokens
                            between the ranks that share a matrix
     model.attention        q, k, v -> o, lse: attention.py's kernels, also over several ranks; its
                            `within` gives the attention of a micro-batch's documents
@@ -25,14 +25,14 @@ a backward by hand wants of them):
     its parts and weights  pipeline.py drops the layers of other stages, and calls embedded,
                            run_layers and result itself; shard.py replaces the weights by views of
                            its buffers
-    model.own_tokens       positions -> those of x's tokens, where tensor.py splits tokens
+    model.select_tp_tokens       positions -> those of x's tokens, where tensor.py splits tokens
 
 A call trace of layer i, with the file and the function of each step. Whole layers:
 
     forward    model.LLaMA.run_layers                     x = run_layer(i, x)
-               model.whole_layer                          pre, attention, post
+               model.run_block                          pre, attention, post
                  model.Block.pre
-                   ops.project(qkv, norm, x, ...)         matrix.enter: nothing, or tensor.Columns
+                   ops.project(qkv, norm, x, ...)         matrix.tp_input: nothing, or tensor.TensorParallel
                      ops._Project.forward                 n = norm(x)
                        shard.States.unshard(qkv)          launches the gathers of layer i + 1 (if
                                                           p > 1), and waits until W is here
@@ -41,7 +41,7 @@ A call trace of layer i, with the file and the function of each step. Whole laye
                    ops._SplitRotate.forward               q, k, v
                  attention.Attention.forward              heads travel, a kernel runs, o travels
                  model.Block.post                         out, gate_up, down by ops.project; behind
-                                                          out and down matrix.join
+                                                          out and down matrix.tp_output
 
     backward   ops._Project.backward(down)                autograd calls it, last operator first
                  shard.States.unshard(down)               W again: gathered ahead, a matrix earlier
@@ -58,7 +58,7 @@ A call trace of layer i, with the file and the function of each step. Whole laye
                ops._Project.backward(qkv)                 dx
 
 In chunks of tokens, if the plan says so, the layer_runner is offload.ChunkedLayers.start, and
-ops.ThereAndBack is what autograd calls:
+ops.CustomGradient is what autograd calls:
 
     forward    offload.ChunkedLayers.forward              pre by chunks, attention, post by chunks;
                                                           `offload` then launches the copy of a
@@ -66,7 +66,7 @@ ops.ThereAndBack is what autograd calls:
     backward   offload.ChunkedLayers.backward             enter_group launches the next prefetch,
                                                           and waits for this layer's; pre runs
                                                           again on chunks that were not saved
-                 attention.Attention.backward             calls backward_post first (make_do): post
+                 attention.Attention.backward             calls backward_post first (make_dout): post
                                                           again on such chunks, then o's gradient
                  offload.ChunkedLayers.backward_pre       dx
 
@@ -95,19 +95,19 @@ from torch import Tensor, nn
 from ops import (
     IGNORE,
     SWIGLU,
-    Before,
     Matrix,
     Positions,
+    Prologue,
     Vector,
     _Embedding,
     _HeadLoss,
     _SplitRotate,
     accumulation_dtype,
+    identity,
     norm_backward,
     norm_forward,
     project,
     rms_norm,
-    same,
 )
 
 # ---------------------------------------------------------------------------- sizes
@@ -188,7 +188,7 @@ class Block(nn.Module):
         self.norm2 = Vector(cfg.dim, "norm")
         self.gate_up = Matrix(2 * cfg.ffn, cfg.dim, cut="rows", parts=2 * (cfg.ffn,))
         self.down = Matrix(cfg.dim, cfg.ffn, cut="columns", residual=True)
-        self.norm = Before(  # of x and the norm's weight
+        self.norm = Prologue(  # of x and the norm's weight
             lambda x, weight: norm_forward(x, weight, cfg.norm_eps), norm_backward
         )
 
@@ -207,7 +207,7 @@ class Block(nn.Module):
         heads = self.heads
         qkv = project(self.qkv, self.norm, x, self.norm1.weight)
         if self.qkv_bias:
-            qkv = qkv + self.qkv_bias.here().to(qkv.dtype)
+            qkv = qkv + self.qkv_bias.local().to(qkv.dtype)
         qkv = qkv.unflatten(-1, (sum(heads), -1))  # (B, T, H+2K, D)
         if self.q_norm:
             q, k, v = qkv.split(heads, dim=2)
@@ -245,17 +245,19 @@ class LLaMA(nn.Module):
     """The model around its layers.
 
     attention: called with (q, k, v), returns (o, lse). Its of_layer(i) is the attention of layer i,
-    and its within(documents) that of a micro-batch whose tokens attend inside documents only.
+    and its with_documents(documents) that of a micro-batch whose tokens attend inside documents only.
     """
 
     labels_ahead = 1  # labels of each token: the next token; n: the n tokens that follow it
-    own_tokens = staticmethod(same)  # of the positions of all tokens here, those of x's tokens
+    select_tp_tokens = staticmethod(
+        identity
+    )  # of the positions of all tokens here, those of x's tokens
 
     def __init__(self, cfg: ModelConfig, attention: Callable = plain_attention):
         super().__init__()
         self.cfg = cfg
         self.attention = attention
-        self.layer_runner = whole_layers
+        self.layer_runner = run_blocks
         self.embed = Matrix(cfg.vocab, cfg.dim, std=1.0)
         self.blocks = nn.ModuleList(Block(cfg) for _ in range(cfg.layers))
         self.norm = Vector(cfg.dim, "norm")
@@ -299,10 +301,10 @@ class LLaMA(nn.Module):
         scale: Tensor | None = None,
         positions: Tensor | None = None,
         documents=None,
-        each: bool = False,
+        per_token: bool = False,
     ) -> Tensor:
         """Return logits (B, T, V) without labels, else the sum of the valid tokens' losses * scale;
-        if `each`, each token's loss (B, T) instead, without gradients: ignored tokens have 0.
+        if per_token, each token's loss (B, T) instead, without gradients: ignored tokens have 0.
 
         tokens, labels (B, T); labels equal to IGNORE do not count. scale: a 0-dim tensor, by
         default 1 / (valid tokens here). If you split a batch, pass 1 / (valid tokens of the whole
@@ -314,11 +316,11 @@ class LLaMA(nn.Module):
         """
         if positions is None:
             positions = torch.arange(tokens.shape[1], device=tokens.device)
-        own = self.own_tokens(positions)
+        own = self.select_tp_tokens(positions)
         x = self.embedded(tokens, own)
         layers = range(len(self.blocks))
         x = self.run_layers(layers, self.layer_runner, x, positions, documents)
-        return self.result(x, labels, scale, each, own)
+        return self.result(x, labels, scale, per_token, own)
 
     def embedded(self, tokens: Tensor, positions: Tensor) -> Tensor:
         """Return what the first layer takes, (B, T, C). T tokens of a sequence, not all of them:
@@ -331,10 +333,10 @@ class LLaMA(nn.Module):
         """Return the last layer's result, of x (B, T, C) before the first. start: a
         layer_runner."""
         cos, sin = rope_tables(self.cfg, positions, accumulation_dtype(x.dtype))
-        places = Positions(cos, sin, positions, self.own_tokens(positions))
+        places = Positions(cos, sin, positions, self.select_tp_tokens(positions))
         attention = self.attention
         if documents is not None:  # attention.py's
-            attention = attention.within(documents)
+            attention = attention.with_documents(documents)
         run_layer = start(self, places, attention)
         for i in layers:
             x = run_layer(i, x)
@@ -345,7 +347,7 @@ class LLaMA(nn.Module):
         x: Tensor,
         labels: Tensor | None,
         scale: Tensor | None,
-        each: bool,
+        per_token: bool,
         positions: Tensor,
     ) -> Tensor:
         """Apply the final norm and the head to x (B, T, C); same return value as forward().
@@ -367,7 +369,7 @@ class LLaMA(nn.Module):
             self.head,
             torch.is_grad_enabled(),
         )
-        return losses.view_as(labels) if each else loss
+        return losses.view_as(labels) if per_token else loss
 
     def forward_backward(self, micro_batches: Iterable[tuple]) -> Tensor:
         """Run a step's micro-batches, each the arguments of `forward`, one after the other; the
@@ -380,15 +382,15 @@ class LLaMA(nn.Module):
         return loss
 
 
-def whole_layer(block: Block, x: Tensor, positions: Positions, attention: Callable) -> Tensor:
+def run_block(block: Block, x: Tensor, positions: Positions, attention: Callable) -> Tensor:
     """x (B, T, C) -> y (B, T, C); autograd keeps what operators save."""
     o, _ = attention(*block.pre(x, positions))
     return block.post(x, o, positions)
 
 
-def whole_layers(model: "LLaMA", positions: Positions, attention: Callable) -> Callable:
+def run_blocks(model: "LLaMA", positions: Positions, attention: Callable) -> Callable:
     """Return the layer_runner's run_layer for whole layers."""
-    return lambda i, x: whole_layer(model.blocks[i], x, positions, attention.of_layer(i))
+    return lambda i, x: run_block(model.blocks[i], x, positions, attention.of_layer(i))
 
 
 # ---------------------------------------------------------------------------- sizes and counts
@@ -437,8 +439,10 @@ def _param_count(cfg: ModelConfig, model_class: type, block_class: type) -> int:
         return sum(p.numel() for p in model_class(cfg).parameters())
 
 
-def flops_per_token(cfg: ModelConfig, seq: int, seen: float | None = None) -> tuple[float, float]:
-    """Return model FLOPs a token, forward and backward: (causal, full). seen: of sequences with
+def flops_per_token(
+    cfg: ModelConfig, seq: int, keys_seen: float | None = None
+) -> tuple[float, float]:
+    """Return model FLOPs a token, forward and backward: (causal, full). keys_seen: of sequences with
     documents, what counts in place of seq: a token that sees k keys counts 2k - 1, and this is the
     mean (without documents it is seq).
 
@@ -449,7 +453,7 @@ def flops_per_token(cfg: ModelConfig, seq: int, seen: float | None = None) -> tu
     Recomputation is never counted.
     """
     products = 6.0 * param_count(cfg)
-    attention = 6.0 * cfg.layers * cfg.heads * cfg.head_dim * (seen or seq)
+    attention = 6.0 * cfg.layers * cfg.heads * cfg.head_dim * (keys_seen or seq)
     return products + attention, products + 2 * attention
 
 

@@ -59,15 +59,15 @@ import model as llama
 from attention import Attention
 from model import LLaMA, ModelConfig
 from ops import (
+    CustomGradient,
     Matrix,
     Positions,
-    ThereAndBack,
     _ChunkInputs,
     accumulation_dtype,
     deferred_weight_grads,
-    final_matrix,
     recomputation,
-    run_apart,
+    run_detached,
+    unread_product,
 )
 from streams import CommStream, aligned, buffer_bytes, carve, pin_host_buffers, wait
 
@@ -215,7 +215,7 @@ class SavedLayer:
 Saves = tuple[list[Tensor], list[Tensor], str, list[str]]
 
 
-def block_saves(
+def trace_block(
     cfg: ModelConfig, tokens: int, dtype: torch.dtype, block: llama.Block | None = None
 ) -> Saves:
     """Return what autograd saves of a chunk of so many tokens in block.pre and in block.post,
@@ -225,7 +225,7 @@ def block_saves(
     each matrix."""
     if block is None:
         return _block_saves(llama.Block, (), cfg, tokens, dtype)
-    cuts = tuple(matrix.part for matrix in matrices_of(block))
+    cuts = tuple(matrix.tp_slice for matrix in matrices_of(block))
     return _block_saves(type(block), cuts, cfg, tokens, dtype)
 
 
@@ -240,7 +240,7 @@ def _block_saves(block_class, cuts, cfg, tokens, dtype) -> Saves:
         block = block_class(cfg)
         for matrix, part in zip(matrices_of(block), cuts):
             if part is not None:
-                matrix.take(part)
+                matrix.keep_slice(part)
         for p in block.parameters():
             p.data = p.data.to(dtype if p.dim() > 1 else accum_dtype)
         angles = torch.empty(2, tokens, cfg.head_dim // 2, dtype=accum_dtype).unbind()
@@ -268,7 +268,7 @@ def _block_saves(block_class, cuts, cfg, tokens, dtype) -> Saves:
                     "experts take all tokens, masked"
                 ) from e
             check_unchanged("post", versions)
-            final = final_matrix(y)
+            final = unread_product(y)
             _, _, *post = saved.tensors.values()
     names = {module: name for name, module in block.named_modules()}
     held = [
@@ -342,9 +342,9 @@ class ChunkedLayers:
         self.root = torch.zeros((), device=device, requires_grad=True)  # of all chunks' graphs
         self.offload_stream = CommStream(device)
         self.prefetch_stream = CommStream(device)
-        self.final_matrix = {}
+        self.unread_product = {}
         for block in self.blocks:
-            *_, self.final_matrix[block], held = block_saves(self.cfg, 1, dtype, block)
+            *_, self.unread_product[block], held = trace_block(self.cfg, 1, dtype, block)
             if held:
                 raise ValueError(
                     "layers in chunks run for some tokens at a time, and again: what "
@@ -388,7 +388,7 @@ class ChunkedLayers:
             sizes.append(rows * accumulation_dtype(self.dtype).itemsize)
         for chunk in self.chunks[: self.plan.num_saved_chunks(i)]:
             tokens = chunk.stop - chunk.start
-            pre, post, *_ = block_saves(cfg, tokens, self.dtype, block)
+            pre, post, *_ = trace_block(cfg, tokens, self.dtype, block)
             sizes += [t.nbytes for t in pre + post]
         return sum(map(aligned, sizes))
 
@@ -421,7 +421,7 @@ class ChunkedLayers:
         def run_layer(i: int, x: Tensor) -> Tensor:
             there = functools.partial(self.forward, micro_batch, i - self.first)
             back = functools.partial(self.backward, micro_batch, i - self.first)
-            return ThereAndBack.apply(x, there, back, self.root)
+            return CustomGradient.apply(x, there, back, self.root)
 
         return run_layer
 
@@ -502,8 +502,8 @@ class ChunkedLayers:
         inputs = [saved.tensors[name][:, chunk] for name in names]
         versions = [(t, t._version) for t in inputs]
         if again:
-            unneeded = block.get_submodule(self.final_matrix[block])
-            context = recomputation(unneeded)
+            unread = block.get_submodule(self.unread_product[block])
+            context = recomputation(unread)
         elif j < saved.num_saved:
             context = saved.saving(half)
         else:
@@ -511,7 +511,7 @@ class ChunkedLayers:
             check_unchanged(half, versions)
             return outputs
         with context:
-            graph, outputs = run_apart(self.root, fn, *inputs)
+            graph, outputs = run_detached(self.root, fn, *inputs)
         check_unchanged(half, versions)
         saved.graphs[half, j] = graph
         return outputs
@@ -563,7 +563,7 @@ class ChunkedLayers:
         del inputs, qkv, qkvo
         dqkv = [self.join(t) for t in grads]
         dx = self.backward_pre(saved, dqkv, residual)
-        self.prefetch_stream.used(*saved.tensors.values())
+        self.prefetch_stream.done_reading(*saved.tensors.values())
         return dx.view(dy.shape)
 
     def backward_post(
@@ -620,7 +620,7 @@ class ChunkedLayers:
         if i in micro_batch.saved and i < self.plan.swapped_layers:
             saved = micro_batch.saved[i]
             wait(saved.offload_done)  # hidden by layer i + 1's forward
-            self.offload_stream.used(*saved.tensors.values())
+            self.offload_stream.done_reading(*saved.tensors.values())
             saved.tensors = saved.on_host
 
     def prefetch(self, micro_batch: MicroBatch, g: int) -> None:
@@ -634,7 +634,7 @@ class ChunkedLayers:
             for i, place in self.groups[g]:
                 host_buffer = micro_batch.host_buffers[i]
                 place.copy_(host_buffer, non_blocking=True)
-                self.prefetch_stream.used(host_buffer)
+                self.prefetch_stream.done_reading(host_buffer)
         micro_batch.prefetch_done[g] = self.prefetch_stream.last_event()
 
     def enter_group(self, micro_batch: MicroBatch, last: int) -> None:

@@ -8,7 +8,7 @@ gradients:
     project(qkv, norm, x, norm_weight)    saves x and 1 / rms(x); norm(x) is computed again
     project(down, SWIGLU, gate_up)        saves gate|up; SwiGLU(gate|up) is computed again
 
-`project` is before(*inputs) W^T. A `Before` is a pair of functions, what is computed before the
+`project` is before(*inputs) W^T. A `Prologue` is a pair of functions, what is computed before the
 product and its gradient; another activation is another Before. The weight W itself is never saved:
 a Matrix raises an event where it is used, in forward and in backward, and the outside (shard.py)
 answers with the weight, which may lie in a buffer that is filled again in between:
@@ -21,7 +21,7 @@ as they are written. Sums of several gradients are kept in float32 (`weight_grad
 
 A backward pass that runs operators by hand (offload.py) says what it wants of them in two contexts:
 `recomputation` (a forward that runs again) and `deferred_weight_grads` (products for weights wait,
-to be run where they hide communication). `run_apart` runs a function as a graph of its own.
+to be run where they hide communication). `run_detached` runs a function as a graph of its own.
 
 Legend: B sequences, T tokens per sequence, N = B*T, C width, H query heads, K key/value heads, D
 head width, F MLP width, V vocabulary.
@@ -123,7 +123,7 @@ class Positions(NamedTuple):
     of_x: Tensor  # integers of the tokens of x: fewer, where --tp-mode msp or fsp splits them
 
 
-def turn(x, cos, sin):
+def rotate(x, cos, sin):
     """Turn pairs of x (B, T, heads, D) by their angles (T, D/2), or (B, T, D/2); minus sin turns
     them back.
 
@@ -144,15 +144,15 @@ def split_rotate_forward(qkv, cos, sin, heads):
     They are tensors of their own: what a layer keeps for backward is 3 C, not 5 C.
     """
     q, k, v = qkv.split(heads, dim=2)
-    q = turn(q, cos, sin)
-    k = turn(k, cos, sin)
+    q = rotate(q, cos, sin)
+    k = rotate(k, cos, sin)
     return q, k, v.contiguous()
 
 
 @compiled
 def rotate_back_into(dy, cos, sin, dx):
     """Write the gradient of heads (B, T, h, D) before they were turned."""
-    dx.copy_(turn(dy, cos, -sin))
+    dx.copy_(rotate(dy, cos, -sin))
 
 
 @compiled
@@ -247,12 +247,12 @@ class PlainEvents:
         return compute(None, 0)
 
 
-def same(x, *_):
+def identity(x, *_):
     return x
 
 
 @dataclass(frozen=True)
-class Cut:
+class TensorSlice:
     """Which rows and columns of a whole matrix are here, one after the other."""
 
     whole: tuple[int, int]  # its shape
@@ -270,11 +270,11 @@ class Cut:
         cols = slice(*self.cols)
         return [whole[first:end, cols] for first, end in self.rows]
 
-    def of(self, whole: Tensor) -> Tensor:
+    def extract(self, whole: Tensor) -> Tensor:
         """Return a copy of it as one matrix."""
         return torch.cat(self.views(whole))
 
-    def put(self, part: Tensor, whole: Tensor) -> None:
+    def insert(self, part: Tensor, whole: Tensor) -> None:
         """Write it, as one matrix, to its places in the whole one."""
         for view in self.views(whole):
             rows = len(view)
@@ -290,7 +290,7 @@ class Matrix(nn.Module):
         "columns"   split by columns, evenly: the input must not be a concatenation such as q|k|v
         "whole"     not split: each rank applies all of it to its own tokens
         ""          nobody has said; --tp refuses it
-    tensor.py then sets `part`, `enter`, `join` and `around`. Use a weight only through `project`: a
+    tensor.py then sets `tp_slice`, `tp_input`, `tp_output` and `tp_prologue`. Use a weight only through `project`: a
     gradient from any other use stops the run with an error that names it.
 
     A fresh weight is normal(0, std). std: 1/sqrt(columns) by default, so that each product is as
@@ -299,8 +299,8 @@ class Matrix(nn.Module):
     """
 
     events = PlainEvents()
-    enter = join = around = staticmethod(same)
-    part: Cut | None = None  # what of the whole matrix is here; None: all
+    tp_input = tp_output = tp_prologue = staticmethod(identity)
+    tp_slice: TensorSlice | None = None  # what of the whole matrix is here; None: all
 
     def __init__(
         self,
@@ -325,14 +325,14 @@ class Matrix(nn.Module):
             )
         self.weight = nn.Parameter(torch.empty(rows, cols))
 
-    def take(self, part: Cut) -> None:
+    def keep_slice(self, tp_slice: TensorSlice) -> None:
         """Have a part of the matrix alone; on meta."""
-        self.part = part
-        self.shape = part.shape
+        self.tp_slice = tp_slice
+        self.shape = tp_slice.shape
         self.weight = nn.Parameter(self.weight.new_empty(self.shape))
 
     def forward(self, x: Tensor) -> Tensor:
-        return project(self, NOTHING, x)
+        return project(self, IDENTITY, x)
 
 
 class Vector(nn.Module):
@@ -351,19 +351,19 @@ class Vector(nn.Module):
         self.like = (like,)  # in a tuple, so that nn.Module does not register it as a child
         self.weight = nn.Parameter(torch.empty(dim))
 
-    def here(self) -> Tensor:
+    def local(self) -> Tensor:
         """Return the elements that go along with what is here of the matrix."""
         (matrix,) = self.like
-        if matrix is None or matrix.part is None:
+        if matrix is None or matrix.tp_slice is None:
             return self.weight
-        return torch.cat([self.weight[first:end] for first, end in matrix.part.rows])
+        return torch.cat([self.weight[first:end] for first, end in matrix.tp_slice.rows])
 
 
 # ---------------------------------------------------------------------------- the projection
 
 
 @dataclass(frozen=True)
-class Before:
+class Prologue:
     """What a projection computes of its inputs before the product, and computes again in backward:
     forward(*inputs) -> (a, what backward wants too, if anything), and backward(da, *inputs,
     *wanted) -> (a, the inputs' gradients) in one pass."""
@@ -372,8 +372,8 @@ class Before:
     backward: Callable
 
 
-NOTHING = Before(lambda x: (x,), lambda da, x: (x, da))
-SWIGLU = Before(lambda gate_up: (swiglu_forward(gate_up),), swiglu_backward)
+IDENTITY = Prologue(lambda x: (x,), lambda da, x: (x, da))
+SWIGLU = Prologue(lambda gate_up: (swiglu_forward(gate_up),), swiglu_backward)
 
 
 class _Project(Function):
@@ -384,7 +384,7 @@ class _Project(Function):
     def forward(ctx, matrix, before, weight, *inputs):
         ctx.matrix = matrix
         ctx.before = before
-        if _mode.unneeded is matrix:  # nobody reads it
+        if _mode.unread is matrix:  # nobody reads it
             ctx.save_for_backward(*inputs)
             x = inputs[0]
             # whoever reads it all the same shall not get numbers
@@ -405,15 +405,15 @@ class _Project(Function):
         return None, None, dw, *grads
 
 
-def project(matrix: nn.Module, before: Before, x: Tensor, *inputs: Tensor) -> Tensor:
+def project(matrix: nn.Module, before: Prologue, x: Tensor, *inputs: Tensor) -> Tensor:
     """Return before(x, *inputs) W^T (..., rows)."""
-    x = matrix.enter(x)
-    before = matrix.around(before)
+    x = matrix.tp_input(x)
+    before = matrix.tp_prologue(before)
     y = _Project.apply(matrix, before, matrix.weight, x, *inputs)
-    return matrix.join(y, _mode.unneeded is matrix)
+    return matrix.tp_output(y, _mode.unread is matrix)
 
 
-def final_matrix(y: Tensor) -> nn.Module | None:
+def unread_product(y: Tensor) -> nn.Module | None:
     """Return the matrix of y = h + project(matrix, ...), if no other gradient passes that product:
     it may be left out where only gradients of y are wanted, so its values alone, as of
     product.detach(), are nobody else's. None: y is of another kind, or backward wants what is
@@ -449,7 +449,7 @@ class _Mode(threading.local):
     """What a backward pass that runs operators by hand wants of them (offload.py)."""
 
     recomputing = False  # a forward runs again: its events say that the pass goes backward
-    unneeded: nn.Module | None = None  # a matrix whose product ends a layer that nobody reads
+    unread: nn.Module | None = None  # a matrix whose product ends a layer that nobody reads
     deferred: list[Callable] | None = None  # where products for weights wait for their turn
 
 
@@ -457,16 +457,16 @@ _mode = _Mode()
 
 
 @contextlib.contextmanager
-def recomputation(unneeded: nn.Module | None):
-    """Run a forward again inside a backward pass. unneeded: a matrix whose product is left out,
+def recomputation(unread: nn.Module | None):
+    """Run a forward again inside a backward pass. unread: a matrix whose product is left out,
     because only gradients of what it is added to are wanted."""
-    before = _mode.recomputing, _mode.unneeded
+    before = _mode.recomputing, _mode.unread
     _mode.recomputing = True
-    _mode.unneeded = unneeded
+    _mode.unread = unread
     try:
         yield
     finally:
-        _mode.recomputing, _mode.unneeded = before
+        _mode.recomputing, _mode.unread = before
 
 
 @contextlib.contextmanager
@@ -506,7 +506,7 @@ def weight_grad(matrix: nn.Module, dy: Tensor, x: Tensor) -> Tensor | None:
 # ---------------------------------------------------------------------------- autograd functions
 
 
-class ThereAndBack(Function):
+class CustomGradient(Function):
     """there(x), whose gradient is back(dy). root: any tensor that requires gradients, if x should
     not."""
 
@@ -654,7 +654,7 @@ class _ChunkInputs(Function):
         return None, None, *(None for _ in grads)
 
 
-def run_apart(root: Tensor, fn: Callable, *inputs: Tensor) -> tuple[Callable, list[Tensor]]:
+def run_detached(root: Tensor, fn: Callable, *inputs: Tensor) -> tuple[Callable, list[Tensor]]:
     """Return the backward of one chunk's pass through block.pre or block.post (or of a
     micro-batch's through a part of the model: pipeline.py), and its outputs fn(*inputs), detached.
 

@@ -37,7 +37,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ops import compiled
-from ranks import on_all_ranks
+from ranks import all_or_none
 from streams import Buffer, CommStream, buffer_bytes, carve, pin_host_buffers, wait
 
 BETAS = (0.9, 0.95)  # of AdamW's moments
@@ -246,13 +246,13 @@ def allocate_states(
     sizes: list[int],
     accum_dtype: torch.dtype,
     device: torch.device,
-    place: str,
+    storage: str,
 ) -> tuple[list[dict[str, Tensor]], "HostStates | None"]:
     """Return the states (size,) of each matrix by name, zeros, and what brings them to the GPU if
-    they lie on the host. sizes: elements that this rank owns; place: "gpu" or "host". Raises
+    they lie on the host. sizes: elements that this rank owns; storage: "gpu" or "host". Raises
     ConfigError if a rank gets no host memory. A collective of all ranks."""
     dtypes = optimizer.dtypes(accum_dtype)
-    if place == "gpu":
+    if storage == "gpu":
         # tensors of their own: a compiled update does not know that parts of one are aligned
         states = [
             {name: torch.zeros(size, dtype=dtype, device=device) for name, dtype in dtypes.items()}
@@ -264,7 +264,7 @@ def allocate_states(
         for size in sizes
     ]
     on_gpu = device.type == "cuda"
-    pinned = on_all_ranks(pin_host_buffers, [buffer_bytes(shape) for shape in shapes], on_gpu)
+    pinned = all_or_none(pin_host_buffers, [buffer_bytes(shape) for shape in shapes], on_gpu)
     states = [carve(memory, shape) for memory, shape in zip(pinned, shapes)]
     elements = max(sizes) if optimizer.whole else min(max(sizes), VISIT_ELEMENTS)
     buffers = [
@@ -315,10 +315,10 @@ class HostStates:
             yield part, dict(zip(states, on_gpu))
             with self.stream_out.after_compute():  # hidden by the next part's way in
                 torch._foreach_copy_(on_host, on_gpu, non_blocking=True)
-                self.stream_out.used(*on_gpu)
+                self.stream_out.done_reading(*on_gpu)
             buffer.event = self.stream_out.last_event()
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         """Let the host wait until its memory holds what the last update has written."""
         if event := self.stream_out.last_event():
             event.synchronize()

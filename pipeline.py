@@ -51,8 +51,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from model import LLaMA
-from ops import accumulation_dtype, run_apart
-from ranks import ConfigError, Groups, error_of_any
+from ops import accumulation_dtype, run_detached
+from ranks import ConfigError, Groups, first_error
 
 # ---------------------------------------------------------------------------- the order of passes
 
@@ -164,11 +164,11 @@ def make_links(groups: Groups, chunks: int) -> dict[tuple, Link]:
     for source in range(groups.pp if chunks > 1 else groups.pp - 1):
         target = (source + 1) % groups.pp  # of forward messages; backward ones go the other way
 
-        def key(stage, r, column):
-            return r, column, source if stage == target else stage
+        def key(stage, r, tp_rank):
+            return r, tp_rank, source if stage == target else stage
 
         for forward, begin in ((True, source), (False, target)):
-            group = groups.of_places(f"messages {forward} {source}", key)
+            group = groups.by_position(f"messages {forward} {source}", key)
             if groups.stage in (source, target):
                 links[forward, groups.stage == begin] = Link(group)
     return links
@@ -184,7 +184,7 @@ class Pipeline:
 
     model: LLaMA  # of which `keep_stage` has left `parts`
     parts: list[range]
-    layer_runners: list  # of each part: model.whole_layers, offload.ChunkedLayers.start ...
+    layer_runners: list  # of each part: model.run_blocks, offload.ChunkedLayers.start ...
     groups: Groups
     order: list[Pass]  # of a step
     device: torch.device
@@ -211,18 +211,18 @@ class Pipeline:
         return self.links[this.forward, False].launch(dist.irecv, x), x
 
     def run_part(
-        self, chunk: int, micro_batch: tuple, each: bool, x: Tensor | None = None
+        self, chunk: int, micro_batch: tuple, per_token: bool, x: Tensor | None = None
     ) -> Tensor:
         """Return the result of a part's layers, (B, n, C), on x like it; None: on the embedding's
-        of the tokens. Of the model's last part, its loss; each: of each token."""
+        of the tokens. Of the model's last part, its loss; per_token: of each token."""
         tokens, labels, scale, positions, *documents = micro_batch
-        own = self.model.own_tokens(positions)
+        own = self.model.select_tp_tokens(positions)
         if x is None:
             x = self.model.embedded(tokens, own)
         y = self.model.run_layers(
             self.parts[chunk], self.layer_runners[chunk], x, positions, *documents
         )
-        return self.model.result(y, labels, scale, each, own) if chunk == self.last else y
+        return self.model.result(y, labels, scale, per_token, own) if chunk == self.last else y
 
     # -- a step
 
@@ -262,12 +262,12 @@ class Pipeline:
     def run_forward(
         self, chunk: int, x: Tensor | None, micro_batch: tuple
     ) -> tuple[Callable, list[Tensor]]:
-        """Return what run_apart does of a part: its graph, and [run_part's]. Of the model's last
+        """Return what run_detached does of a part: its graph, and [run_part's]. Of the model's last
         part the graph holds the head's gradient, which is as large as the head: its backward is
         the next pass."""
         inputs = [] if x is None else [x]
         run = functools.partial(self.run_part, chunk, micro_batch, False)
-        return run_apart(self.root, run, *inputs)
+        return run_detached(self.root, run, *inputs)
 
     def warm_up(self, micro_batch: tuple) -> None:
         """Run all parts once there and back, on zeros and without messages: whatever waits for the
@@ -286,22 +286,22 @@ class Pipeline:
             graph([None] if chunk == self.last else results)
         if self.root.is_cuda:  # its sums over replicas must not meet those of the first step
             torch.cuda.synchronize()
-        if error := error_of_any(error):
+        if error := first_error(error):
             raise ConfigError(error)
 
     # -- evaluation
 
     @torch.no_grad()
-    def __call__(self, *micro_batch, each: bool = True) -> Tensor:
+    def __call__(self, *micro_batch, per_token: bool = True) -> Tensor:
         """Return of each token its loss (B, T), as `each` of LLaMA.forward: on the last stage; 0
         elsewhere."""
-        assert each, "a stage has no logits of its own"
+        assert per_token, "a stage has no logits of its own"
         losses = torch.zeros_like(micro_batch[0], dtype=accumulation_dtype(self.dtype))
         for chunk in range(len(self.parts)):
             work, x = self.receive(micro_batch, Pass(True, 0, chunk))
             if work:
                 work.wait()
-            y = self.run_part(chunk, micro_batch, each, x)
+            y = self.run_part(chunk, micro_batch, per_token, x)
             if chunk == self.last:
                 losses = y
             else:

@@ -450,7 +450,7 @@ def sequences(c, plan, every=False):
     """Of the ranks that share a sequence the ring is the least one that leaves those that share
     heads in one node: their all-to-alls cross no network. Larger rings are usual for long sequences:
     where fewer ranks share the heads there are more groups of them, which need less memory."""
-    ranks, in_node, kv_heads = plan.state_ranks, plan.in_node, plan.column.kv_heads
+    ranks, in_node, kv_heads = plan.state_ranks, plan.in_node, plan.local_model.kv_heads
     by_heads = ""  # what goes by heads alone
     if c.attention in KERNELS and not KERNELS[c.attention].plain:
         by_heads = f"--attention {c.attention}, which may see heads, or where keys stand,"
@@ -525,7 +525,7 @@ def batches(c, plan, every=False):
 def head_groups(c, plan, every=False):
     """4 parts of a rank's heads hide all-to-alls. More of them need less memory: of long sequences
     the most within 8 or 16 are usual, too."""
-    column, ranks = plan.column, plan.head_ranks
+    column, ranks = plan.local_model, plan.head_ranks
     heads, kv_heads = column.heads // ranks, column.kv_heads // ranks
     counts = head_group_counts(heads, kv_heads, plan.tokens * column.heads * column.head_dim)
 

@@ -7,9 +7,9 @@ all of them again when one dies. What can go wrong between them is settled here:
     start_ranks(timeout)     join the others, whatever a restart has left in torchrun's store
     Groups(timeout)          who communicates with whom, by a key of its rank
     print0(text)             rank 0 says it, for all
-    on_all_ranks(check, x)   all raise what check(x) of one of them finds, so that none waits for it
+    all_or_none(check, x)   all raise what check(x) of one of them finds, so that none waits for it
     on_rank_0(work, x)       all have what work(x) of one returns
-    of_all_ranks(value)      all know all
+    gather_objects(value)      all know all
     check_same(facts)        all raise if they were not started alike
     with heartbeat(...):     a rank that is dead or unreachable ends the others, with its name
 
@@ -84,7 +84,7 @@ class Groups:
 
         pp = 2, tp = 2     global rank   0  1  2  3     4  5  6  7
                            stage         0  0  0  0     1  1  1  1
-                           column        0  1  0  1     0  1  0  1
+                           tp_rank       0  1  0  1     0  1  0  1
                            rank          0  0  1  1     0  0  1  1
 
     timeout: of their collectives, in seconds.
@@ -96,21 +96,21 @@ class Groups:
         self.tp = tp
         self.pp = pp
         self.ranks = dist.get_world_size() // (tp * pp)  # R
-        self.places = [*itertools.product(range(pp), range(self.ranks), range(tp))]  # by rank
-        self.stage, self.rank, self.column = self.places[dist.get_rank()]
+        self.positions = [*itertools.product(range(pp), range(self.ranks), range(tp))]  # by rank
+        self.stage, self.rank, self.tp_rank = self.positions[dist.get_rank()]
         if torch.cuda.is_initialized():  # as below
             dist.all_reduce(torch.zeros(1, device="cuda"))
 
     def get(self, name: str, key: Callable) -> Group:
         """Return the group of the ranks r of this stage and column that have this rank's key(r),
         None if it is alone there. A collective of all ranks."""
-        return self.of_places(name, lambda stage, r, column: (stage, column, key(r)))
+        return self.by_position(name, lambda stage, r, tp_rank: (stage, tp_rank, key(r)))
 
-    def of_places(self, name: str, key: Callable) -> Group:
-        """Return the group of the ranks that have this rank's key(stage, r, column), None if it is
+    def by_position(self, name: str, key: Callable) -> Group:
+        """Return the group of the ranks that have this rank's key(stage, r, tp_rank), None if it is
         alone there. A collective of all ranks."""
         members = {}
-        for rank, place in enumerate(self.places):
+        for rank, place in enumerate(self.positions):
             members.setdefault(key(*place), []).append(rank)
         several = [ranks for ranks in members.values() if len(ranks) > 1]
         made = name, str(several)
@@ -141,17 +141,17 @@ def print0(*text) -> None:
             sys.stdout = open(os.devnull, "w")
 
 
-def of_all_ranks(value, group: Group = None) -> list:
+def gather_objects(value, group: Group = None) -> list:
     """Return what each rank gives, by rank. A collective of all ranks."""
     values = [None] * dist.get_world_size()
     dist.all_gather_object(values, value, group)
     return values
 
 
-def error_of_any(error: str, group: Group = None) -> str:
+def first_error(error: str, group: Group = None) -> str:
     """Return the first error of any rank, with the ranks that have one; "" if none has. A
     collective of all ranks."""
-    return first_of(of_all_ranks(error, group))
+    return first_of(gather_objects(error, group))
 
 
 def first_of(errors: list[str]) -> str:
@@ -168,7 +168,7 @@ class UnexpectedError(RuntimeError):
     raised it, raised on all ranks alike."""
 
 
-def on_all_ranks(check, *args, group: Group = None):
+def all_or_none(check, *args, group: Group = None):
     """Return what check(*args) returns on this rank, if it fails on no rank. Otherwise all ranks
     raise the same error, so that none waits for another:
 
@@ -189,7 +189,7 @@ def on_all_ranks(check, *args, group: Group = None):
         kind, text = "memory", str(e)
     except Exception:
         kind, text = "bug", f"rank {dist.get_rank()}: {traceback.format_exc()}"
-    found = of_all_ranks((kind, text), group)
+    found = gather_objects((kind, text), group)
     for kind, error in (
         ("bug", UnexpectedError),
         ("memory", torch.OutOfMemoryError),
@@ -202,11 +202,11 @@ def on_all_ranks(check, *args, group: Group = None):
 
 
 def on_rank_0(work, *args, group: Group = None):
-    """Return on all ranks what work(*args) returns on rank 0, or raise as on_all_ranks does. A
+    """Return on all ranks what work(*args) returns on rank 0, or raise as all_or_none does. A
     collective of all ranks."""
     # what others have is not read
-    result = on_all_ranks(lambda: dist.get_rank() or work(*args), group=group)
-    return of_all_ranks(result, group)[0]
+    result = all_or_none(lambda: dist.get_rank() or work(*args), group=group)
+    return gather_objects(result, group)[0]
 
 
 def patient_group() -> dist.ProcessGroup:
@@ -218,7 +218,7 @@ def patient_group() -> dist.ProcessGroup:
 def check_same(facts: dict[str, object]) -> None:
     """Raise ConfigError on all ranks, naming a fact that is not the same on all of them. A
     collective."""
-    first, *others = of_all_ranks(facts)
+    first, *others = gather_objects(facts)
     for rank, theirs in enumerate(others, 1):
         for name, value in theirs.items():
             if value != first[name]:
@@ -283,7 +283,7 @@ def heartbeat(rank: int, world: int, advice: str):
         with contextlib.suppress(RuntimeError):  # a store that has gone, too
             store.set(keys[rank], "")
 
-    on_all_ranks(store.set, keys[rank], own)  # so each has a sign to read
+    all_or_none(store.set, keys[rank], own)  # so each has a sign to read
     thread = threading.Thread(target=beat, daemon=True)
     thread.start()
     refused = None

@@ -52,7 +52,7 @@ gathered whole as it begins. Gathered weights and whole gradients lie in fixed b
 kind of matrix, that neighbouring layers take in turn (embedding and head have one each); the
 model's parameters are views of them, or of the shard where p = 1.
 
-The factors say how often a state is cut; `place` says where the optimizer's states lie: on the GPU,
+The factors say how often a state is cut; `storage` says where the optimizer's states lie: on the GPU,
 or in page-locked memory of the host, from which they visit it (HostStates), 12P/os bytes there and
 12P/os back.
 
@@ -82,7 +82,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from model import divisors
-from ops import Cut, Matrix, Vector, accumulation_dtype
+from ops import Matrix, TensorSlice, Vector, accumulation_dtype
 from optim import (
     ADAMW,
     Optimizer,
@@ -93,7 +93,7 @@ from optim import (
     make_scalars,
     set_scalars,
 )
-from ranks import ConfigError, Groups, all_gather, error_of_any, on_all_ranks, reduce_scatter
+from ranks import ConfigError, Groups, all_gather, all_or_none, first_error, reduce_scatter
 from streams import Buffer, CommStream, wait
 
 SHARD_ALIGN_ELEMENTS = 128  # every shard starts where the fastest kernels and copies want it
@@ -245,7 +245,7 @@ class StatePart:
     start: int  # of its first element in the flat tensor
     shape: tuple[int, ...]  # of the whole tensor, without padding
     saves: bool  # this rank saves it: one of those that hold the same
-    cut: Cut | None = None  # the flat tensor is this of the whole one; None: all
+    tp_slice: TensorSlice | None = None  # the flat tensor is this of the whole one; None: all
 
     def within(self, flat: Tensor) -> Tensor:
         """Return the view (count,) of where it lies in the flat tensor, whatever its shape."""
@@ -317,10 +317,10 @@ class States:
     gather_layers: bool = False
     num_chunks: int = 1  # of tokens, if layers run in chunks: contributions to a gradient in a pass
     decay: float = 0.1  # of matrices' weights
-    place: InitVar[str] = "gpu"  # of the optimizer's states, or "host" (HostStates)
+    storage: InitVar[str] = "gpu"  # of the optimizer's states, or "host" (HostStates)
     optimizer: Optimizer = ADAMW  # of matrices
 
-    def __post_init__(self, model: nn.Module, overlap: tuple[str, ...], place: str):
+    def __post_init__(self, model: nn.Module, overlap: tuple[str, ...], storage: str):
         f, tp = self.factors, self.groups.tp
         if self.optimizer.whole and (self.layout, f.p, tp) != ("inter", 1, 1):
             raise ValueError(
@@ -340,7 +340,7 @@ class States:
         self.counted_grads: list[Tensor] = []  # of the norm: each element on one rank of all
         self.make_groups()
         self.make_params(model)
-        self.make_states(place)
+        self.make_states(storage)
         self.make_vectors(model)
         self.last_pass = None  # (backward, unit) whose matrix was used last
         self.open_unit: Unit | None = None  # whose backward pass has begun, and is not complete
@@ -365,8 +365,8 @@ class States:
         # head and whatever a layer does not cut, which are on the ranks of all columns
         n = f.os if self.layout == "intra" else f.p
         self.replicas_of_parts = groups.get("grad_reduce", lambda r: r % n)
-        self.replicas_of_wholes = groups.of_places(
-            "grad_reduce", lambda stage, r, column: (stage, r % n)
+        self.replicas_of_wholes = groups.by_position(
+            "grad_reduce", lambda stage, r, tp_rank: (stage, r % n)
         )
 
     def make_params(self, model: nn.Module) -> None:
@@ -439,17 +439,17 @@ class States:
             unsharded_grad,
             owned_param,
             grad_shard[owned] if f.g == f.p else grad_shard,
-            self.replicas_of_parts if module.part else self.replicas_of_wholes,
+            self.replicas_of_parts if module.tp_slice else self.replicas_of_wholes,
             num_chunks,
         )
 
-    def make_states(self, place: str) -> None:
+    def make_states(self, storage: str) -> None:
         """Give each matrix its states, zeros. One of the ranks that hold the same states saves them
         and counts their gradients in the norm: another rank for each matrix."""
         params = self.sharded_params.values()
         sizes = [len(param.owned_param) for param in params]
         states, self.host_states = allocate_states(
-            self.optimizer, sizes, self.accum_dtype, self.device, place
+            self.optimizer, sizes, self.accum_dtype, self.device, storage
         )
         groups = self.groups
         replica = groups.rank // self.factors.os
@@ -459,8 +459,8 @@ class States:
             length = min(len(param.owned_param), param.count - param.start)
             if length <= 0:
                 continue  # padding alone, or in layout inter another rank's
-            cut = param.module.part
-            saves = i % replicas == replica and (groups.column == 0 or cut is not None)
+            cut = param.module.tp_slice
+            saves = i % replicas == replica and (groups.tp_rank == 0 or cut is not None)
             if saves:
                 self.counted_grads.append(param.owned_grad)
             for state, values in param.states.items():
@@ -661,7 +661,7 @@ class States:
                 param.grad_shard.copy_(x)
             else:
                 param.grad_shard.add_(x)
-            stream.used(param.as_matrix(param.unsharded_grad.data))
+            stream.done_reading(param.as_matrix(param.unsharded_grad.data))
         param.unsharded_grad.event = stream.last_event()
 
     def reduce_unit(self, unit: Unit) -> None:
@@ -725,7 +725,7 @@ class States:
         """Raise ConfigError on all ranks if a step was not finite since one of them has not used
         each matrix once a pass. A collective of all ranks."""
         advice = "every rank uses a Matrix once in each pass, if need be with no tokens, x[:0]"
-        if error := error_of_any(self.misuse and f"{self.misuse}; {advice}"):
+        if error := first_error(self.misuse and f"{self.misuse}; {advice}"):
             raise ConfigError(error)
 
     # -- the update
@@ -822,7 +822,7 @@ class States:
         """Return what a checkpoint holds of this rank, by f"{state}.{parameter name}", and the
         number of updates. Of states on the host it is what they are until the next update."""
         if self.host_states:
-            self.host_states.settle()
+            self.host_states.synchronize()
         return self.parts
 
     def load(self, weight: Callable[[str], Tensor]) -> None:
@@ -834,10 +834,10 @@ class States:
             for name in self.shapes:
                 if part := parts.get(f"master.{name}"):
                     whole = weight(name)
-                    here = part.cut.of(whole) if part.cut else whole
+                    here = part.tp_slice.extract(whole) if part.tp_slice else whole
                     part.values.copy_(part.within(here))
 
-        on_all_ranks(load_masters)
+        all_or_none(load_masters)
         self.loaded()
 
     def loaded(self) -> None:
@@ -852,10 +852,10 @@ class States:
         whole = self.zeros(self.shapes[name], self.accum_dtype)
         part = self.state_parts().get(f"master.{name}")
         if part and part.saves:
-            here = part.cut.of(whole) if part.cut else whole  # zeros, too
+            here = part.tp_slice.extract(whole) if part.tp_slice else whole  # zeros, too
             part.within(here).copy_(part.values)
-            if part.cut:
-                part.cut.put(here, whole)
+            if part.tp_slice:
+                part.tp_slice.insert(here, whole)
         dist.all_reduce(whole)  # an element's one owner, and zeros
         return whole
 

@@ -61,7 +61,7 @@ class CommStream:
         """An event behind all that was launched so far, for `wait`; None where nothing can wait."""
         return self.stream.record_event() if self.stream else None
 
-    def used(self, *buffers: Tensor) -> None:
+    def done_reading(self, *buffers: Tensor) -> None:
         """Mark buffers as read on the current stream: from here on they may be filled again. Does
         nothing; the streams of tests, which start late, fill the buffers with NaN here."""
 

@@ -1,15 +1,15 @@
 """Tensor parallelism: neighbouring ranks share a layer's matrices, in InternEvo's three modes.
 
 tp neighbouring ranks ("columns") each hold some heads and some MLP features of every layer. The
-table of `Columns` says what they exchange in each mode: mtp (Megatron's tensor parallelism), msp
-(with Megatron's sequence parallelism), fsp (msp that keeps less). `split_columns` cuts a model on
+table of `TensorParallel` says what they exchange in each mode: mtp (Megatron's tensor parallelism), msp
+(with Megatron's sequence parallelism), fsp (msp that keeps less). `split_model` cuts a model on
 the meta device, before shard.py allocates anything:
 
     tp = 2     qkv (H+2K heads)      rank 0: first half of the q, k and v heads    rank 1: second
                out (C, H heads)      rank 0: columns of its heads                  rank 1: likewise
 
 A matrix says how it may be cut (ops.Matrix: "rows", "columns" or "whole"). The functions that
-exchange tokens are the matrix's enter, join and around. Before a run, `check_columns` cuts a small
+exchange tokens are the matrix's tp_input, tp_output and tp_prologue. Before a run, `check_tensor_parallel` cuts a small
 layer in two, and compares it with the whole one: a layer that says something wrong is refused.
 
 Left out: embedding and head cut along the vocabulary; hiding the exchanges.
@@ -29,12 +29,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 import model as llama
-from model import LLaMA, ModelConfig, plain_attention, rope_tables, whole_layer
-from ops import Before, Cut, Matrix, Positions, ThereAndBack, same
+from model import LLaMA, ModelConfig, plain_attention, rope_tables, run_block
+from ops import CustomGradient, Matrix, Positions, Prologue, TensorSlice, identity
 from ranks import Groups, all_gather, reduce_scatter
 
 
-class Columns:
+class TensorParallel:
     """The ranks that share a layer's matrices, and what travels between them.
 
     tp neighbours, columns, share each layer's matrices. Of q|k|v and gate|up (cut="rows") each one
@@ -52,7 +52,7 @@ class Columns:
 
     (Forward; backward. "rows" is Megatron's column-parallel, "columns" its row-parallel.)
     In fsp a, which is computed before the product, is gathered, again in backward, and da scattered
-    (`around`). In mtp embedding, last norm, head and loss are computed on every column, of all
+    (`tp_prologue`). In mtp embedding, last norm, head and loss are computed on every column, of all
     tokens, and labels count tp times: a column's gradient between products is a summand, as in msp
     that of its tokens. So all modes have one rule: gradients of ends, norms, biases and a layer's
     other matrices (cut="whole": a router) are sums over columns. Nothing hides what travels: what
@@ -65,26 +65,26 @@ class Columns:
     def __init__(self, mode: str, groups: Groups):
         """A collective of all ranks."""
         self.ranks = groups.tp
-        self.index = groups.column
-        self.group = groups.of_places("tensor", lambda stage, r, column: (stage, r))
+        self.index = groups.tp_rank
+        self.group = groups.by_position("tensor", lambda stage, r, tp_rank: (stage, r))
         self.set_mode(mode)
 
-    def own_tokens(self, positions: Tensor) -> Tensor:
+    def select_tp_tokens(self, positions: Tensor) -> Tensor:
         """Return what this column has of the positions (..., T/sp) between layers' products."""
         return positions.chunk(self.ranks, -1)[self.index] if self.splits_tokens else positions
 
     def set_mode(self, mode: str) -> None:
-        """Set enter, join and around of a Matrix, as the table has them."""
+        """Set tp_input, tp_output and tp_prologue of a Matrix, as the table has them."""
         self.splits_tokens = mode != "mtp"
         join = there_and_back(self.scatter, self.gather)  # where tokens are split
-        self.enter, self.join, self.around = {
-            "mtp": (same, there_and_back(self.sum, self.sum), same),
+        self.tp_input, self.tp_output, self.tp_prologue = {
+            "mtp": (identity, there_and_back(self.sum, self.sum), identity),
             "msp": (
                 there_and_back(self.gather, self.scatter),
                 join,
-                same,
+                identity,
             ),
-            "fsp": (same, join, self.gather_behind),
+            "fsp": (identity, join, self.gather_behind),
         }[mode]
 
     def gather(self, x: Tensor) -> Tensor:
@@ -106,7 +106,7 @@ class Columns:
         reduce_scatter(part, parts.flatten(0, 1), group=self.group)
         return part
 
-    def gather_behind(self, before: Before) -> Before:
+    def gather_behind(self, before: Prologue) -> Prologue:
         """Return it for a column's own tokens, x (B, t, C): a is of all, (B, T/sp, C)."""
 
         def gathered(a, *others):
@@ -122,10 +122,10 @@ class Columns:
 def there_and_back(there: Callable, back: Callable) -> Callable:
     """Return the function there(x), whose gradient is back(dy); called with a product x that nobody
     reads (unread), it leaves x where it is."""
-    return lambda x, unread=False: ThereAndBack.apply(x, same if unread else there, back)
+    return lambda x, unread=False: CustomGradient.apply(x, identity if unread else there, back)
 
 
-def part_of(matrix: Matrix, c: int, tp: int) -> Cut:
+def part_of(matrix: Matrix, c: int, tp: int) -> TensorSlice:
     """Return what column c of tp has of a matrix. Raises ValueError if it cannot be cut so."""
     rows, cols = matrix.shape
     sizes = (cols,) if matrix.cut == "columns" else matrix.parts
@@ -137,16 +137,16 @@ def part_of(matrix: Matrix, c: int, tp: int) -> Cut:
         (first + c * size // tp, first + (c + 1) * size // tp) for first, size in zip(firsts, sizes)
     )
     if matrix.cut == "columns":
-        return Cut(matrix.shape, ((0, rows),), *runs)
-    return Cut(matrix.shape, runs, (0, cols))
+        return TensorSlice(matrix.shape, ((0, rows),), *runs)
+    return TensorSlice(matrix.shape, runs, (0, cols))
 
 
-def split_columns(model: LLaMA, columns: Columns) -> None:
+def split_model(model: LLaMA, columns: TensorParallel) -> None:
     """Leave of a model what this rank's column has. On meta, before shard.States. Raises ValueError
     for a matrix that does not say how it is cut."""
     if columns.ranks == 1:
         return
-    model.own_tokens = columns.own_tokens
+    model.select_tp_tokens = columns.select_tp_tokens
     for name, matrix in model.blocks.named_modules():
         if not isinstance(matrix, Matrix) or matrix.cut == "whole":
             continue
@@ -158,22 +158,22 @@ def split_columns(model: LLaMA, columns: Columns) -> None:
         split_matrix(matrix, columns)
 
 
-def split_matrix(matrix: Matrix, columns: Columns) -> None:
+def split_matrix(matrix: Matrix, columns: TensorParallel) -> None:
     """Leave of a matrix what this rank's column has, and let it exchange tokens."""
     if matrix.cut == "whole":
         return
-    matrix.take(part_of(matrix, columns.index, columns.ranks))
+    matrix.keep_slice(part_of(matrix, columns.index, columns.ranks))
     if matrix.cut == "rows":
-        matrix.enter, matrix.around = columns.enter, columns.around
+        matrix.tp_input, matrix.tp_prologue = columns.tp_input, columns.tp_prologue
     else:
-        matrix.join = columns.join
+        matrix.tp_output = columns.tp_output
 
 
 # ---------------------------------------------------------------------------- a layer proves itself
 
 
-class ColumnThreads(Columns):
-    """Two columns that are threads of one process, for check_columns."""
+class TensorParallelThreads(TensorParallel):
+    """Two columns that are threads of one process, for check_tensor_parallel."""
 
     def __init__(self, mode: str, index: int, slots: list, barrier: threading.Barrier):
         self.ranks = 2
@@ -200,7 +200,7 @@ class ColumnThreads(Columns):
         return self.sum(x).chunk(2, -2)[self.index]
 
 
-def check_columns(cfg: ModelConfig, mode: str) -> None:
+def check_tensor_parallel(cfg: ModelConfig, mode: str) -> None:
     """Raise ValueError if a layer that is cut in two columns computes something else than the whole
     layer: its output, the gradient of its input, or the gradient of a weight.
 
@@ -247,13 +247,13 @@ def compare_columns(
 
     def run(block, x: Tensor, dy: Tensor, own: Tensor) -> tuple[Tensor, Tensor]:
         x = x.clone().requires_grad_()
-        y = whole_layer(block, x, Positions(*angles, numbers, own), plain_attention)
+        y = run_block(block, x, Positions(*angles, numbers, own), plain_attention)
         y.backward(dy)
         return y.detach(), x.grad
 
     def run_column(c: int) -> tuple[Tensor, Tensor]:
         block = columns[c]
-        exchange = ColumnThreads(mode, c, slots, barrier)
+        exchange = TensorParallelThreads(mode, c, slots, barrier)
         try:
             for matrix in block.modules():
                 if isinstance(matrix, Matrix):
@@ -261,8 +261,8 @@ def compare_columns(
             weights = dict(whole.named_parameters())
             for name, p in block.named_parameters():
                 part = block.get_submodule(name.rpartition(".")[0])
-                cut = getattr(part, "part", None)
-                p.data.copy_(cut.of(weights[name].data) if cut else weights[name].data)
+                cut = getattr(part, "tp_slice", None)
+                p.data.copy_(cut.extract(weights[name].data) if cut else weights[name].data)
             if splits_tokens:
                 return run(block, x.chunk(2, 1)[c], dy.chunk(2, 1)[c], numbers.chunk(2)[c])
             return run(block, x, dy / 2, numbers)  # a column's gradient is a summand
@@ -285,9 +285,9 @@ def compare_columns(
         for block, of_column in zip(columns, of_columns):
             module = block.get_submodule(name.rpartition(".")[0])
             grad = of_column[name].grad
-            if grad is not None and (cut := getattr(module, "part", None)):
+            if grad is not None and (cut := getattr(module, "tp_slice", None)):
                 grad, part = torch.zeros_like(p), grad
-                cut.put(part, grad)
+                cut.insert(part, grad)
             found += 0 if grad is None else grad
         compared[f"the gradient of {name}"] = found, p.grad
     for what, (found, want) in compared.items():

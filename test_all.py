@@ -559,7 +559,7 @@ def evaluation(run: train.Run, model, batch: train.Batch) -> torch.Tensor:
     total = torch.zeros((), dtype=torch.float64, device=run.device)
     for tokens, labels, scale, *where in batch.micro_batches():
         with torch.no_grad():
-            total += (model(tokens, labels, None, *where, each=True) * scale).sum()
+            total += (model(tokens, labels, None, *where, per_token=True) * scale).sum()
     dist.all_reduce(total)
     return total
 
@@ -584,7 +584,7 @@ class Spoiled(streams.CommStream):
 
     random = random.Random(DELAY_SEED)  # of a rank, from `seed_delays` on
 
-    def used(self, *buffers):
+    def done_reading(self, *buffers):
         for x in buffers:
             nan = torch.full_like(
                 x,
@@ -1205,7 +1205,7 @@ class ExpertBlock(Block):
 
     def post(self, x, o, positions):
         if dist.get_rank() < self.users:
-            x = x + ops.project(self.expert, ops.NOTHING, x)
+            x = x + ops.project(self.expert, ops.IDENTITY, x)
         if self.users > 2:
             x = x + 0 * self.expert.weight.sum()
         return super().post(x, o, positions)
@@ -1271,7 +1271,7 @@ def test_shapes_that_depend_on_data_are_refused():
     """A layer whose shapes depend on data is refused by a sentence of this project. Catches experts
     that take only their own tokens, which PyTorch would refuse in words of its own."""
     with raises(ValueError, match="so that its shapes are known.* all tokens, masked"):
-        offload.block_saves(SMALL, 16, torch.float32, SparseBlock(SMALL))
+        offload.trace_block(SMALL, 16, torch.float32, SparseBlock(SMALL))
 
 
 class DependsOnData(m.Block):
@@ -1351,11 +1351,13 @@ def test_refused_columns_of_a_matrix_that_does_not_say_how():
     each rank would hold all, or the wrong part."""
     with torch.device("meta"):
         model = m.LLaMA(SMALL)
-    columns = SimpleNamespace(ranks=2, index=0, enter=None, around=None, join=None, own_tokens=None)
+    columns = SimpleNamespace(
+        ranks=2, index=0, tp_input=None, tp_prologue=None, tp_output=None, select_tp_tokens=None
+    )
     for cut in ("", "row"):
         model.blocks[1].router = m.Matrix(8, SMALL.dim, cut)
         with raises(ValueError, match="--tp 2: the matrix 1.router does not say how it is cut"):
-            tensor.split_columns(model, columns)
+            tensor.split_model(model, columns)
     for cut, parts in (("columns", (4, 4)), ("rows", (4, 3))):
         with raises(ValueError, match=r'parts are of rows, .* belong to cut="rows"'):
             m.Matrix(8, 8, cut, parts)

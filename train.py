@@ -78,7 +78,7 @@ from model import (
     initial_weight,
     param_count,
     rope_kind,
-    whole_layers,
+    run_blocks,
 )
 from offload import ChunkedLayers
 from ops import IGNORE, accumulation_dtype
@@ -98,11 +98,11 @@ from ranks import (
     ConfigError,
     Groups,
     UnexpectedError,
+    all_or_none,
     check_same,
-    error_of_any,
+    first_error,
+    gather_objects,
     heartbeat,
-    of_all_ranks,
-    on_all_ranks,
     on_rank_0,
     patient_group,
     print0,
@@ -112,7 +112,7 @@ from ranks import (
 from replay import StepMemory, mark
 from shard import States, check_weights
 from streams import GIB, CommStream, host_budget
-from tensor import Columns, check_columns, split_columns
+from tensor import TensorParallel, check_tensor_parallel, split_model
 
 EVAL_SEQUENCES = 64  # most of a validation
 MAX_SKIPS = 5  # non-finite steps in a row that end the run
@@ -352,7 +352,7 @@ def open_data(cfg, model):
         check_tokens(there, model.vocab, dist.get_rank(), dist.get_world_size())
         return *split(*corpora, cfg.seq, cfg.seed, LLaMA.labels_ahead), fingerprint(there)
 
-    return cfg, *on_all_ranks(read)
+    return cfg, *all_or_none(read)
 
 
 def try_folder(folder: str) -> None:
@@ -395,11 +395,11 @@ def choose_plans(
     total = 2**60
     if device.type == "cuda":
         total = torch.cuda.get_device_properties(device).total_memory
-    gpus = of_all_ranks(gpu or planner.GPU_SHARE * min(total, cfg.gpu_memory or total))
-    hosts = of_all_ranks(on_all_ranks(host_budget, per_node, cfg.host_memory))
+    gpus = gather_objects(gpu or planner.GPU_SHARE * min(total, cfg.gpu_memory or total))
+    hosts = gather_objects(all_or_none(host_budget, per_node, cfg.host_memory))
     there = Hardware(world, per_node, profile, min(gpus), min(hosts))  # of all, one plan
     usual = 2**12 if cfg.model == "tiny" else 2**19
-    return on_all_ranks(planner.plan, replace(cfg, default_tokens=usual), model, there), there
+    return all_or_none(planner.plan, replace(cfg, default_tokens=usual), model, there), there
 
 
 def device_name(device: torch.device) -> str:
@@ -410,7 +410,7 @@ def cap_gpu(run: Run) -> None:
     """Hold PyTorch's allocator to --gpu-memory, less what ranks map from each other beside it."""
     if run.cfg.gpu_memory and run.device.type == "cuda":
         _, total = torch.cuda.mem_get_info()
-        share = (run.cfg.gpu_memory - costs.sent_bytes(run.plan)) / total
+        share = (run.cfg.gpu_memory - costs.all_to_all_buffer_bytes(run.plan)) / total
         torch.cuda.set_per_process_memory_fraction(min(1.0, share))
 
 
@@ -473,7 +473,7 @@ def make_attention(run: Run, groups: Groups) -> Attention:
         plan.head_groups,
         exchange,
         Ring(groups, plan.sp, plan.ring, CommStream(run.device)),
-        groups.column,
+        groups.tp_rank,
     )
 
 
@@ -482,13 +482,13 @@ def try_parts(run: Run) -> None:
     an optimizer that updates parts of a matrix, a kernel on a ring, a layer cut in columns, an
     export. Raises ConfigError with what differs. A collective of all ranks."""
     plan = run.plan
-    on_all_ranks(check_optimizer, plan.optimizer, OPTIMIZERS[plan.optimizer])
+    all_or_none(check_optimizer, plan.optimizer, OPTIMIZERS[plan.optimizer])
     if plan.ring > 1:
-        cfg = plan.column
+        cfg = plan.local_model
         heads, kv_heads = cfg.heads // plan.head_ranks, cfg.kv_heads // plan.head_ranks
-        on_all_ranks(check_ring, run.kernel, heads, kv_heads, cfg.head_dim, run.device, plan.dtype)
+        all_or_none(check_ring, run.kernel, heads, kv_heads, cfg.head_dim, run.device, plan.dtype)
     if plan.tp > 1:
-        on_all_ranks(check_columns, plan.model, plan.tp_mode)
+        all_or_none(check_tensor_parallel, plan.model, plan.tp_mode)
     if run.cfg.export:
         on_rank_0(hf.check_export, plan.model, run.record["source"])
 
@@ -508,12 +508,12 @@ def build(run: Run, op: Attention, groups: Groups) -> tuple[LLaMA | Pipeline, St
     with torch.device("meta"):
         model = LLaMA(plan.model, op)
     for of_whole in ("shapes", "starts"):  # kept from now, when the model is whole
-        on_all_ranks(getattr, model, of_whole)
-    on_all_ranks(check_weights, model, plan.pp)
-    on_all_ranks(split_columns, model, Columns(plan.tp_mode, groups))
+        all_or_none(getattr, model, of_whole)
+    all_or_none(check_weights, model, plan.pp)
+    all_or_none(split_model, model, TensorParallel(plan.tp_mode, groups))
     parts = keep_stage(model, groups.stage, plan.pp, plan.pp_chunks)
     order = pipeline_order(groups.stage, plan.pp, plan.pp_chunks, plan.micro_batches)
-    runners = on_all_ranks(
+    runners = all_or_none(
         lambda: [  # of each part of the model on this stage
             ChunkedLayers(
                 model,
@@ -526,7 +526,7 @@ def build(run: Run, op: Attention, groups: Groups) -> tuple[LLaMA | Pipeline, St
                 part,
             ).start
             if kept
-            else whole_layers
+            else run_blocks
             for v, part in enumerate(parts)
         ]
     )
@@ -545,7 +545,7 @@ def build(run: Run, op: Attention, groups: Groups) -> tuple[LLaMA | Pipeline, St
         gather_layers=kept is not None,
         num_chunks=plan.chunks,
         decay=run.cfg.weight_decay,
-        place=plan.os_place,
+        storage=plan.os_place,
         optimizer=OPTIMIZERS[plan.optimizer],
     )
     states.on_phase = mark  # a layer's pass, for plans of two levels
@@ -560,12 +560,12 @@ def build(run: Run, op: Attention, groups: Groups) -> tuple[LLaMA | Pipeline, St
 class Batch:
     """A rank's share of a step, by micro-batches; positions and documents of one serve all."""
 
-    tokens: Tensor  # (M, B, n): of T/sp what this rank's column has (own_tokens)
+    tokens: Tensor  # (M, B, n): of T/sp what this rank's column has (select_tp_tokens)
     labels: Tensor  # likewise; (M, B, n, labels_ahead), if there are several
     positions: Tensor  # (1, T/sp), or (M, B, T/sp) of documents
     scale: Tensor  # 1 / valid labels of all ranks
     documents: Sequence[Documents | None] = (None,)  # as positions
-    seen: Tensor | None = None  # 2 keys - 1, the mean of all ranks' tokens
+    keys_seen: Tensor | None = None  # 2 keys - 1, the mean of all ranks' tokens
     unread: str = ""  # why this rank could not read its part
 
     def micro_batches(self) -> Iterable[tuple]:
@@ -639,10 +639,10 @@ def run_planned(memory, model, states, batch, lr, clip):
 # ---------------------------------------------------------------------------- data of a step
 
 
-def own_tokens(run, x):
+def select_tp_tokens(run, x):
     """Return what this rank's column has of x (..., T/sp) between layers' products."""
-    *_, column = run.coordinates
-    return x.chunk(run.plan.tp, -1)[column] if run.plan.splits_tokens else x
+    *_, tp_rank = run.coordinates
+    return x.chunk(run.plan.tp, -1)[tp_rank] if run.plan.splits_tokens else x
 
 
 def to_device(tensor, run):
@@ -669,7 +669,7 @@ def load_batch(run: Run, first: int, read: Callable | None = None, count: int = 
     except OSError as e:  # a file has gone, or is shorter than it was: all ranks will know
         unread = str(e)
     here = sequence_positions(plan.seq, plan.sp, plan.ring, rank)
-    own = own_tokens(run, here)
+    own = select_tp_tokens(run, here)
     tokens = windows[:, own]
     labels = torch.stack([windows[:, own + 1 + i] for i in range(ahead)], -1)  # (B, n, ahead)
     end = run.cfg.document_token
@@ -688,8 +688,8 @@ def load_batch(run: Run, first: int, read: Callable | None = None, count: int = 
             bounds = *row.nonzero().flatten().tolist(), len(row)
             offsets = torch.tensor(bounds, dtype=torch.int32)
             documents.append(Documents(bounds, to_device(offsets, run)))
-    seen = (1 + 2 * positions.double().mean()) / plan.ranks
-    sums = to_device(torch.stack([(labels[..., 0] != IGNORE).sum(), seen]), run)
+    keys_seen = (1 + 2 * positions.double().mean()) / plan.ranks
+    sums = to_device(torch.stack([(labels[..., 0] != IGNORE).sum(), keys_seen]), run)
     dist.all_reduce(sums)
     scale = 1 / sums[0].clamp(min=1).to(accumulation_dtype(plan.dtype))
     # (1 + ahead, M, B, n), in one copy
@@ -714,13 +714,13 @@ def evaluate(run, model):
         batch = load_batch(
             run, first, lambda i: run.val.window(i) if i < count else IGNORE, at_once
         )
-        if error := error_of_any(batch.unread):
+        if error := first_error(batch.unread):
             raise ConfigError(error)
         ((tokens, labels, _, *where),) = batch.micro_batches()
-        losses = model(tokens, labels, None, *where, each=True)
+        losses = model(tokens, labels, None, *where, per_token=True)
         valid = (labels if LLaMA.labels_ahead == 1 else labels[..., 0]) != IGNORE  # (B, n)
         both = torch.stack([losses, valid], -1).double()  # (B, n, 2)
-        positions = own_tokens(run, where[0]).expand_as(valid)
+        positions = select_tp_tokens(run, where[0]).expand_as(valid)
         bits = torch.frexp(positions.double()).exponent  # to write a position
         total.index_add_(0, bits.flatten(), both.flatten(0, 1))
     dist.all_reduce(total)
@@ -931,7 +931,7 @@ def train(run, model, states, memory, saver):
     trouble = ends = ""
     if step < cfg.steps:
         batch = load_batch(run, samples)
-        trouble = ends = error_of_any(batch.unread)
+        trouble = ends = first_error(batch.unread)
         if run.plan.pp > 1:
             model.warm_up(next(batch.micro_batches()))
     elif cfg.eval_every > 0:
@@ -944,7 +944,7 @@ def train(run, model, states, memory, saver):
         step += 1
         samples += run.plan.batch
         now[:] = step, time.perf_counter()
-        results = [*run_planned(memory, model, states, batch, lr, cfg.clip), batch.seen]
+        results = [*run_planned(memory, model, states, batch, lr, cfg.clip), batch.keys_seen]
         last = step == cfg.steps
         if not last:
             batch = load_batch(run, samples)  # while the GPU works at the step
@@ -958,7 +958,7 @@ def train(run, model, states, memory, saver):
         if in_a_row == MAX_SKIPS:
             trouble = f"the loss or the gradient was not finite, {in_a_row} steps in a row"
         if row["unread"]:
-            trouble = error_of_any(batch.unread)
+            trouble = first_error(batch.unread)
         ends = f"stopped by {signal.Signals(row['signal']).name}" if row["signal"] else trouble
         evaluates = cfg.eval_every >= 0 and (last or cfg.eval_every and step % cfg.eval_every == 0)
         saves = cfg.save_every > 0 and step % cfg.save_every == 0
@@ -993,7 +993,7 @@ def settle(given, local_rank):
     """Return the run that the flags ask for, and say what it is. Raises ConfigError. A collective
     of all ranks."""
     # ---- flags
-    cfg = on_all_ranks(lambda: Config(**given))
+    cfg = all_or_none(lambda: Config(**given))
     check_same(
         {
             flag_name(name): value
@@ -1004,26 +1004,24 @@ def settle(given, local_rank):
     resumed = checkpoint.choose_checkpoint(Path(cfg.out), cfg.resume)
     if resumed:
         old = resumed.meta["config"]
-        cfg = on_all_ranks(resumed_flags, given, old)
+        cfg = all_or_none(resumed_flags, given, old)
 
     # ---- device
-    device = on_all_ranks(choose_device, cfg, local_rank)
+    device = all_or_none(choose_device, cfg, local_rank)
     dtype = cfg.dtype
     if dtype == "auto":
         dtype = "bf16" if device.type == "cuda" else "fp32"
 
     # ---- model
-    cfg, model, source, read = on_all_ranks(choose_model, cfg, device, resumed)
+    cfg, model, source, read = all_or_none(choose_model, cfg, device, resumed)
 
     # ---- data
     if not cfg.dry_run:
-        on_all_ranks(check_folders, cfg, model, source)
+        all_or_none(check_folders, cfg, model, source)
     cfg, training, val, data = open_data(cfg, model)
 
     # ---- plan
-    kernel = on_all_ranks(
-        pick_kernel, cfg.attention, device, DTYPES[dtype], cfg.document_token >= 0
-    )
+    kernel = all_or_none(pick_kernel, cfg.attention, device, DTYPES[dtype], cfg.document_token >= 0)
     check_same(
         {
             "the data": data,
@@ -1078,7 +1076,7 @@ def prepare(run):
     try_parts(run)
     if cfg.save_every >= 0:
         checkpoint.check_shared(out)
-    memory = on_all_ranks(plan_memory, run)
+    memory = all_or_none(plan_memory, run)
     cap_gpu(run)
     groups = Groups(cfg.timeout, run.plan.tp, run.plan.pp)
     model, states = build(run, make_attention(run, groups), groups)
@@ -1099,7 +1097,7 @@ def prepare(run):
     else:
         load_random_weights(run, states)
     room = run.hardware.host_budget - run.plan.host_bytes if cfg.save_async else None
-    saver = on_all_ranks(checkpoint.Saver, out, cfg.keep, states, patient_group(), room)
+    saver = all_or_none(checkpoint.Saver, out, cfg.keep, states, patient_group(), room)
     # last: a start that is refused moves nothing
     on_rank_0(checkpoint.prepare_out, out, resumed, run.start < cfg.steps)
     return model, states, memory, saver

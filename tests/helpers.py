@@ -177,7 +177,7 @@ def built(run: train.Run, as_on_gpus=False) -> tuple:
         op.exchange.peer_access = True
     model, states = train.build(run, op, groups)
     plan = run.plan
-    own = plan.own_tokens // plan.micro_batch
+    own = plan.tokens_between_products // plan.micro_batch
     tokens = torch.zeros(plan.micro_batches, plan.micro_batch, own).long()
     batch = train.Batch(
         tokens,

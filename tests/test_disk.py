@@ -120,7 +120,7 @@ def test_checkpoint_with_a_hole_is_refused(tmp_path, group):
     """A checkpoint that lacks a part of a matrix, or all that one column had of it, is refused.
     Catches states that are trained from whatever memory held."""
     flat = torch.arange(24.0)
-    upper = ops.Cut((6, 4), ((0, 3),), (0, 4))
+    upper = ops.TensorSlice((6, 4), ((0, 3),), (0, 4))
     for cut, message in ((None, "x ends at element 10, not 24"), (upper, "do not make the whole")):
         saved = shard.StatePart(flat[: 12 if cut else 10], 0, (6, 4), True, cut)
         files = checkpoint.write_states(tmp_path, {"x": saved})

@@ -24,7 +24,7 @@ import data
 import hf
 import memplan
 from helpers import hf_model, make_tokenizer
-from ops import Cut
+from ops import TensorSlice
 from ranks import ConfigError
 from shard import StatePart
 from test_all import ROOT, main, parametrize, slow
@@ -311,8 +311,8 @@ def write(folder: Path, parts: list[dict]) -> checkpoint.Checkpoint:
 
 
 FLAT = torch.arange(24.0)
-UPPER, LOWER = Cut((6, 4), ((0, 3),), (0, 4)), Cut((6, 4), ((3, 6),), (0, 4))
-LEFT, MIDDLE = Cut((6, 4), ((0, 6),), (0, 2)), Cut((6, 4), ((0, 6),), (1, 3))
+UPPER, LOWER = TensorSlice((6, 4), ((0, 3),), (0, 4)), TensorSlice((6, 4), ((3, 6),), (0, 4))
+LEFT, MIDDLE = TensorSlice((6, 4), ((0, 6),), (0, 2)), TensorSlice((6, 4), ((0, 6),), (1, 3))
 
 
 @parametrize(
@@ -343,7 +343,7 @@ def test_parts_cover_every_element_once(parts, says, tmp_path):
 def test_parts_of_any_cut_are_read_by_any_other(tmp_path):
     """Catches an element that is read from the wrong place: whole, cut by rows, cut by columns."""
     matrix = FLAT.view(6, 4)
-    right = Cut((6, 4), ((0, 6),), (2, 4))
+    right = TensorSlice((6, 4), ((0, 6),), (2, 4))
     for cuts in ([None], [UPPER, LOWER], [LEFT, right]):
         parts = []
         for cut in cuts:

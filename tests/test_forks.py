@@ -76,19 +76,19 @@ def test_changes_in_place_are_refused(block, kept, monkeypatch, group):
     half = "pre" if block is ScalesInputInPlace else "post"
     with raises(ValueError, match=f"block.{half} changes in place .* write `x = x \\+ y`"):
         chunked(kept)
-    monkeypatch.setattr(offload, "block_saves", functools.partial(unchecked, offload.block_saves))
+    monkeypatch.setattr(offload, "trace_block", functools.partial(unchecked, offload.trace_block))
     recomputed = block is ChangesWhatIsSaved and kept in ("neither", "again")
     error = RuntimeError if recomputed else ValueError  # PyTorch's own, of what autograd keeps
     with raises(error, match="in ?place"):  # also where the block on meta changed nothing
         chunked(kept)
 
 
-def unchecked(block_saves, *args):
-    """block_saves as if the block on meta changed nothing."""
+def unchecked(trace_block, *args):
+    """trace_block as if the block on meta changed nothing."""
     blocks, model.Block = model.Block, model.Block.__base__
     args = [model.Block(a.cfg) if isinstance(a, blocks) else a for a in args]
     try:
-        return block_saves(*args)
+        return trace_block(*args)
     finally:
         model.Block = blocks
 
@@ -211,13 +211,13 @@ def test_a_layer_proves_that_it_may_be_cut_in_columns(mode, monkeypatch):
     wrong about their rows or columns, and sums over heads that are no products."""
     for name in ("7b", "llama3-8b"):
         for flags in ({}, {"qkv_bias": True, "qk_norm": True}):
-            tensor.check_columns(replace(model.MODELS[name], **flags), mode)
+            tensor.check_tensor_parallel(replace(model.MODELS[name], **flags), mode)
     monkeypatch.setattr(model, "Block", ForkBlock)
-    tensor.check_columns(model.MODELS["7b"], mode)
+    tensor.check_tensor_parallel(model.MODELS["7b"], mode)
     for block in (WithoutParts, JoinedOutput, NormOverHeads, NormOfWeight):
         monkeypatch.setattr(model, "Block", block)
         with raises(ValueError, match=f"--tp-mode {mode}: a layer that is cut in two columns"):
-            tensor.check_columns(model.MODELS["7b"], mode)
+            tensor.check_tensor_parallel(model.MODELS["7b"], mode)
 
 
 # ---------------------------------------------------------------------------- optimizers
@@ -414,12 +414,12 @@ class TwoAhead(m.LLaMA):
         super().__init__(*args)
         self.head2 = m.Matrix(*self.head.shape)
 
-    def result(self, x, labels, scale, each, positions):
-        first = super().result(x, labels[..., 0], scale, each, positions)
-        if each:
+    def result(self, x, labels, scale, per_token, positions):
+        first = super().result(x, labels[..., 0], scale, per_token, positions)
+        if per_token:
             return first
         heads, self.head = self.head, self.head2
-        second = super().result(x, labels[..., 1], scale, each, positions)
+        second = super().result(x, labels[..., 1], scale, per_token, positions)
         self.head = heads
         return first + 0.3 * second
 
@@ -433,9 +433,9 @@ class Learned(m.LLaMA):
 class Weighted(m.LLaMA):
     """Later tokens count more."""
 
-    def result(self, x, labels, scale, each, positions):
+    def result(self, x, labels, scale, per_token, positions):
         x = x * (1 + 0.01 * positions)[..., None].to(x.dtype)
-        return super().result(x, labels, scale, each, positions)
+        return super().result(x, labels, scale, per_token, positions)
 
 class LogN(m.Block):
     """Scales queries by the logarithm of their position, and o by that of the token's own."""
@@ -552,7 +552,7 @@ def test_states_have_the_dtypes_that_an_optimizer_declares(place, layout, group,
     updated.clear()
     with torch.device("meta"):
         llama = model.LLaMA(replace(model.MODELS["tiny"], layers=2))
-    held = shard.States(llama, CPU, torch.float32, layout=layout, place=place, optimizer=sgd)
+    held = shard.States(llama, CPU, torch.float32, layout=layout, storage=place, optimizer=sgd)
     held.load(lambda name: model.initial_weight(name, held.shapes[name], held.starts[name], 0, CPU))
     for _ in range(2):
         held.begin_step()

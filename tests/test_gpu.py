@@ -215,7 +215,7 @@ def test_gpu_documents(kernel):
 
     def passes(kernel: str, *inputs: torch.Tensor) -> list[torch.Tensor]:
         *inputs, do = inputs
-        op = attention.Attention(kernel).within(documents)
+        op = attention.Attention(kernel).with_documents(documents)
         o, lse = op.forward(*inputs)
         return [o, *op.backward(lambda: (do, []), *inputs, o, lse)]
 

@@ -315,7 +315,7 @@ def as_on_a_gpu(one_kernel: Callable):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dist, "_coalescing_manager", lambda *_, **__: contextlib.nullcontext())
         for module in (train, shard):
-            patch.setattr(module, "on_all_ranks", lambda check, *args: check(*args))
+            patch.setattr(module, "all_or_none", lambda check, *args: check(*args))
         fused = [(shard.States, "update_param")]  # if compiled
         fused += [
             (module, name)

@@ -130,7 +130,7 @@ def test_losses_of_tokens_have_no_gradients():
     holds the graphs of all layers."""
     model = seeded(SMALL)
     tokens, labels = example()
-    losses = model(tokens, labels, each=True)
+    losses = model(tokens, labels, per_token=True)
     assert not losses.requires_grad and not losses[labels == m.IGNORE].any()
     assert relative(losses.sum() / (labels != m.IGNORE).sum(), model(tokens, labels)) < 1e-12
 

@@ -34,7 +34,7 @@ def test_positions_restart_with_documents(group):
     for i in range(1, SEQ):
         wanted[:, i] = torch.where(tokens[:, i - 1] == END, 0, wanted[:, i - 1] + 1)
     assert torch.equal(positions, wanted)
-    assert batch.seen.item() == approx((2 * wanted + 1).double().mean().item())
+    assert batch.keys_seen.item() == approx((2 * wanted + 1).double().mean().item())
 
 
 def test_columns_exchange_tokens_with_or_without_sequences(monkeypatch):
@@ -50,8 +50,8 @@ def test_columns_exchange_tokens_with_or_without_sequences(monkeypatch):
     )
     for tokens in (x, x[0]):
         want = torch.cat([tokens, tokens + 100], -2)
-        assert tensor.Columns.gather(columns, tokens).equal(want)
-        assert tensor.Columns.scatter(columns, tokens).equal(2 * tokens.chunk(2, -2)[0])
+        assert tensor.TensorParallel.gather(columns, tokens).equal(want)
+        assert tensor.TensorParallel.scatter(columns, tokens).equal(2 * tokens.chunk(2, -2)[0])
 
 
 @parametrize("stages, micro_batches, chunks", [(2, 4, 2), (4, 8, 2), (4, 8, 4)])
