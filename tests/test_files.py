@@ -347,14 +347,14 @@ def test_parts_of_any_cut_are_read_by_any_other(tmp_path):
     for cuts in ([None], [UPPER, LOWER], [LEFT, right]):
         parts = []
         for cut in cuts:
-            flat = (cut.of(matrix) if cut else matrix).flatten()
+            flat = (cut.extract(matrix) if cut else matrix).flatten()
             parts += [
                 {"x": (flat[first:end].clone(), first, (6, 4), cut)}
                 for first, end in ((0, 5), (5, len(flat)))
             ]
         saved = write(tmp_path / "o", parts)
         for cut in (None, UPPER, LOWER, LEFT, right):
-            want = (cut.of(matrix) if cut else matrix).flatten()[3:11]
+            want = (cut.extract(matrix) if cut else matrix).flatten()[3:11]
             found = StatePart(torch.zeros(8), 3, (6, 4), True, cut)
             checkpoint.read_states(saved, {"x": found})
             assert found.values.equal(want), (cuts, cut)
