@@ -380,7 +380,7 @@ def read_whole(state: SavedState, dtype: torch.dtype) -> Tensor:
         box = cut or everything
         values = whole.new_empty(math.prod(box.shape))
         fill(values, parts, 0)
-        box.put(values.view(box.shape), whole)
+        box.insert(values.view(box.shape), whole)
     return whole
 
 
