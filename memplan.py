@@ -1,35 +1,47 @@
-"""Plan at which address each buffer of a training step lies (Memo, arXiv 2407.12117, section 4.2).
+"""Plan the address of each buffer of a training step (Memo, arXiv 2407.12117, section 4.2).
 
-The steps of a run request the same memory again and again, so addresses can be computed once: which
-buffer is alive when is known, and each is to get an offset (offline dynamic storage allocation).
-Buffer i has a size S_i and is alive from its start to before its end; its offset is A_i:
+The steps of a run request the same memory again and again. So addresses can be computed once, before
+the steps that use them: it is known when each buffer is alive, and each buffer gets an offset in one
+arena. (The literature calls this problem offline dynamic storage allocation.)
 
-    min M   s.t.   A_i + S_i <= M   and, for i and j that are alive together, with binaries z:
-                   A_i + S_i <= A_j + (1 - z_ij)*U   and   z_ij + z_ji = 1   (z_ij: i lies below j)
+An example with three buffers. A (10 bytes) is alive at times 0 and 1, B (2 bytes) from 1 to 3, and C
+(10 bytes) from 2 to 5. C can take A's address, because A is dead when C is born:
 
-No plan is below the largest sum of sizes that are alive at one moment. A plan that meets this bound
-is optimal, and most often a first fit does. `solve` makes two plans and takes the lower:
+    offset 10 to 12     .  B  B  B  .  .      peak 12, which no plan can beat,
+    offset  0 to 10     A  A  C  C  C  C      because A and B are alive together
+    time                0  1  2  3  4  5
 
-    first fit    all buffers at once, in four orders, each at the lowest address that is free
-    two levels   Memo's. A pass is one layer's forward or backward; a buffer that lives and dies in
-                 one belongs to it. Level 1 plans each distinct pass once; level 2 plans the step
-                 with each pass as one block of its pass's peak. A level is done where a first fit
-                 meets its bound; else the integer program above is solved, within a hard limit.
+The integer program of the paper: buffer i has the size S_i and gets the offset A_i, M is the peak,
+U is a large number, and the binary z_ij is 1 if buffer i lies below buffer j.
 
-`check` trusts neither. replay.py records a step's buffers, and serves later steps from one arena at
-the addresses that are planned here.
+    minimise M   subject to   A_i + S_i <= M                         for each i
+                              A_i + S_i <= A_j + (1 - z_ij) * U      for i and j alive together
+                              z_ij + z_ji = 1                        for i and j alive together
+
+A lower bound of M is the largest sum of sizes that are alive at one moment. A plan that meets this
+bound is optimal. `solve` makes two plans and takes the one with the lower peak:
+
+    first fit     all buffers at once, in up to four orders, each at the lowest free address
+    two levels    Memo's bi-level plan. A pass is one layer's forward or backward. A buffer that lives
+                  and dies within one pass belongs to it. Level 1 plans each distinct pass once.
+                  Level 2 plans the whole step, in which each pass is one block as large as the peak
+                  of its plan, beside the buffers that outlive a pass.
+
+In each level a first fit is tried first. The integer program runs only if that misses the lower
+bound, and only until a deadline. `check` verifies every plan independently of how it was made.
+replay.py records the buffers of a step, and serves the later steps from one arena.
 
     python memplan.py TRACE.csv [--time-limit S] [--out PLAN.csv] [--plot PLAN.png]
 
-TRACE.csv has the columns id,lower,upper,size (alive from lower to before upper) and may have one
-more, pass; PLAN.csv has offset beside them.
+TRACE.csv has the columns id,lower,upper,size (alive from time `lower` until before time `upper`), and
+may have a column pass. PLAN.csv has these columns and the offset.
 
-Left out: alignment other than that of the sizes, buffers whose address is given, passes within
-passes, and speed for more than some ten thousand buffers, which no training step has: after the
-time limit, what is left lies above all else.
+Left out: alignment beyond that of the sizes, buffers with a prescribed address, passes within passes,
+and speed for more than about ten thousand buffers, which no training step has. (After the time limit,
+the buffers that are not placed yet are stacked on top.)
 
-Legend: n buffers; rows: an n x 3 array of start, end, size; section: a span of time in which the
-same buffers are alive, and no more could be; peak: M; deadline: of time.monotonic().
+Legend: n buffers; rows: an array (n, 3) of start, end and size; peak: M; deadline: a value of
+time.monotonic(); section: a span of time that `to_sections` explains.
 """
 
 import argparse
@@ -43,29 +55,35 @@ import tempfile
 import time
 from bisect import insort
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
+# ---------------------------------------------------------------------------- lifetimes and plans
 
-class Buffer(NamedTuple):
-    start: int  # the first moment at which it is alive
-    end: int  # the first moment at which it is not any more
-    size: int
-    in_pass: str = ""  # the pass that it belongs to, if any
+
+class Lifetime(NamedTuple):
+    """When a buffer is alive, and how large it is. Times are any integers, for example events."""
+
+    start: int  # the first moment at which the buffer is alive
+    end: int  # the first moment at which it is not alive any more
+    size: int  # bytes
+    in_pass: str = ""  # the pass that the buffer belongs to, or ""
 
 
 @dataclass
-class Plan:
-    offsets: np.ndarray  # int64, one a buffer
-    peak: int
-    lower_bound: int  # the largest sum of sizes alive together, or what was proved beyond it
-    method: str  # what found it
-    seconds: float = 0.0
-    beside: "Plan | None" = None  # the plan that was not taken
+class AddressPlan:
+    """An offset for each buffer."""
+
+    offsets: np.ndarray  # (n,), int64
+    peak: int  # bytes of the arena
+    lower_bound: int  # no plan has a lower peak
+    method: str  # how the plan was found, for the log
+    seconds: float = 0.0  # how long that took
+    rejected: "AddressPlan | None" = None  # the other plan of `solve`, whose peak is not lower
 
     @property
     def optimal(self) -> bool:
@@ -75,7 +93,7 @@ class Plan:
         proof = f"gap {self.peak / max(1, self.lower_bound) - 1:.2%}"
         if self.optimal:
             proof = "proved optimal"
-        other = f" ({self.beside.method}: {self.beside.peak:,})" if self.beside else ""
+        other = f" ({self.rejected.method}: {self.rejected.peak:,})" if self.rejected else ""
         return (
             f"{len(self.offsets)} buffers, peak {self.peak:,}, lower bound "
             f"{self.lower_bound:,}, {proof}, {self.method}{other}, {self.seconds:.2f} s"
@@ -85,60 +103,68 @@ class Plan:
 peak_of = operator.attrgetter("peak")
 
 
-def as_rows(buffers: Iterable[Buffer]) -> np.ndarray:
-    """Return the buffers as rows. Raise ValueError for a buffer that is never alive or has no
-    size, and for sizes that 64 bits cannot add up."""
+def as_rows(buffers: Iterable[Lifetime]) -> np.ndarray:
+    """Return the buffers as an array (n, 3) of start, end and size.
+
+    Raises ValueError for a buffer that is never alive or has no size, and for sizes whose sum does
+    not fit 64 bits."""
     numbers = [b[:3] for b in buffers]
     rows = np.array(numbers, np.int64).reshape(-1, 3)
     start, end, size = rows.T
     for i in np.flatnonzero((start >= end) | (size <= 0)):
         raise ValueError(
-            f"a buffer is alive from start to before end, and of a size above 0; not {buffers[i]}"
+            f"a buffer's start must be before its end, and its size above 0: {buffers[i]}"
         )
     total = size.sum(dtype=float)
     if total >= 2**60:
-        raise ValueError(f"the sizes add up to {total:.3g}, at most 2^60")
+        raise ValueError(f"the sizes of all buffers add up to {total:.3g}; the most is 2^60")
     return rows
 
 
-def check(buffers: Iterable[Buffer], offsets: Iterable[int], peak: int) -> None:
-    """Raise ValueError if two buffers that are alive together overlap, or one leaves [0, peak).
+def check(buffers: Iterable[Lifetime], offsets: Iterable[int], peak: int) -> None:
+    """Raise ValueError if two buffers that are alive together overlap, or if a buffer leaves
+    [0, peak).
 
-    Simple enough to be believed: in the order of births, each is compared with all that are born
-    while it is alive.
-    """
+    The check is simple enough to be believed: each buffer is compared with all buffers that are
+    born while it is alive."""
     rows = as_rows(buffers)
     by_birth = np.argsort(rows[:, 0], kind="stable")
     start, end, size = rows[by_birth].T
     low = np.asarray(offsets, np.int64)[by_birth]
     high = low + size
-    last = np.searchsorted(start, end)  # what is born while i is alive is before last[i]
+    first_after_death = np.searchsorted(start, end)  # the first buffer that is born too late
+
     for i, number in enumerate(by_birth):
         if low[i] < 0 or high[i] > peak:
             raise ValueError(f"buffer {number} of {size[i]} at {low[i]} leaves [0, {peak})")
-        others = slice(i + 1, last[i])
-        below = low[others] < high[i]
-        above = low[i] < high[others]
-        for other in by_birth[others][below & above]:
+
+        others = slice(i + 1, first_after_death[i])
+        begins_below = low[others] < high[i]
+        ends_above = low[i] < high[others]
+        for other in by_birth[others][begins_below & ends_above]:
             raise ValueError(
                 f"buffers {number} and {other} are alive together and overlap: "
                 f"{buffers[number]} at {low[i]}, {buffers[other]} at {offsets[other]}"
             )
 
 
-def in_sections(rows):
-    """Return the rows with time counted in sections, whose last moments are births that a death
-    follows: then no more could be alive. Of n buffers there are at most n."""
+def to_sections(rows: np.ndarray) -> np.ndarray:
+    """Return the rows with start and end counted in sections instead of moments.
+
+    A section ends at the last birth before a death. Until there buffers are only born, so at that
+    moment all buffers of the section are alive together, and the sum of their sizes is largest.
+    Two buffers overlap in time if and only if they share a section. So nothing is lost, and there
+    are at most n sections."""
     start, end, size = rows.T
     births = np.unique(start)
-    last = np.unique(births[np.searchsorted(births, end) - 1])
-    first_section = np.searchsorted(last, start)
-    end_section = np.searchsorted(last, end)
+    section_ends = np.unique(births[np.searchsorted(births, end) - 1])
+    first_section = np.searchsorted(section_ends, start)
+    end_section = np.searchsorted(section_ends, end)
     return np.stack([first_section, end_section, size], axis=1)
 
 
-def live_bytes(rows):
-    """Return the sum of the sizes that are alive, of each section."""
+def live_bytes(rows: np.ndarray) -> np.ndarray:
+    """Return the bytes that are alive in each section (or at each moment)."""
     start, end, size = rows.T
     change = np.zeros(end.max(initial=0) + 1, np.int64)
     np.add.at(change, start, size)
@@ -149,91 +175,109 @@ def live_bytes(rows):
 # ---------------------------------------------------------------------------- first fits
 
 
-def first_fit(rows, order, deadline=math.inf):
-    """Return offsets and their peak: each buffer of the order, which has all, in the lowest gap
-    between those placed that it overlaps; after the deadline, above all of them."""
+def first_fit(
+    rows: np.ndarray, order: Iterable[int], deadline: float = math.inf
+) -> tuple[np.ndarray, int]:
+    """Return the offsets (n,) and the peak of a first fit.
+
+    Each buffer goes to the lowest gap between the buffers that are placed already and alive
+    together with it. After the deadline it goes above all of them. order: a permutation of all
+    buffers."""
     offsets = np.zeros(len(rows), np.int64)
     peak = 0
-    placed = []  # (offset, end of it, start, end)
+    placed = []  # (offset, end of the buffer's addresses, start, end), sorted by offset
     for i in order:
         start, end, size = rows[i].tolist()
-        at = 0
+        offset = 0
         if time.monotonic() > deadline:
-            at = peak
-            placed.clear()
-        for low, high, born, died in placed:
-            if born < end and start < died:
-                if low - at >= size:
-                    break
-                at = max(at, high)
-        offsets[i] = at
-        peak = max(peak, at + size)
-        insort(placed, (at, at + size, start, end))
+            offset = peak
+            placed.clear()  # nothing below the peak is searched again
+        for low, high, other_start, other_end in placed:
+            alive_together = other_start < end and start < other_end
+            if not alive_together:
+                continue
+            if low - offset >= size:
+                break  # the gap below this buffer is large enough
+            offset = max(offset, high)
+        offsets[i] = offset
+        peak = max(peak, offset + size)
+        insort(placed, (offset, offset + size, start, end))
     return offsets, peak
 
 
-def first_plan(rows, deadline):
-    """Return the plan of the lowest first fit, until one meets the lower bound: what is alive at
-    the fullest moments first (MiniMalloc's order), the longest life, the largest area, size."""
+def best_first_fit(rows: np.ndarray, deadline: float) -> AddressPlan:
+    """Return the first fit with the lowest peak. It tries four orders, until one meets the lower
+    bound: buffers that are alive at the fullest moments first (the order of MiniMalloc), the
+    longest lives, the largest areas (life times size), the largest sizes."""
     start, end, size = rows.T
     live = live_bytes(rows)
-    bound = int(live.max(initial=0))
-    fullest = np.array([live[a:b].max() for a, b in zip(start, end)])
+    lower_bound = int(live.max(initial=0))
+    fullest = np.array([live[first:last].max() for first, last in zip(start, end)])
     life = end - start
     area = life * size.astype(float)
     orders = [
-        np.lexsort((-area, -life, -fullest)),
+        np.lexsort((-area, -life, -fullest)),  # by `fullest`; ties by life, then by area
         np.argsort(-life, kind="stable"),
         np.argsort(-area, kind="stable"),
         np.argsort(-size, kind="stable"),
     ]
     plans = []
     for order in orders:
-        plan = Plan(*first_fit(rows, order, deadline), bound, "first fit")
-        plans.append(plan)
-        if plan.optimal:
+        offsets, peak = first_fit(rows, order, deadline)
+        plans.append(AddressPlan(offsets, peak, lower_bound, "first fit"))
+        if plans[-1].optimal:
             break
     return min(plans, key=peak_of)
 
 
 # ---------------------------------------------------------------------------- the integer program
 
-EXACT_UNITS = 2**17  # of a peak: for so many, the program's tolerances are far below one
-MAX_PAIRS = 3000  # of overlapping buffers; of more, HiGHS finds nothing in 20 s
-FEW_PAIRS = 200  # that take less time than the start of a process
+EXACT_UNITS = 2**17  # sizes are rounded to a peak of at most this many units, so that the solver's
+# tolerances (about 1e-6) are far below one unit
+MAX_PAIRS = 3000  # pairs of overlapping buffers; HiGHS finds nothing in 20 s for more of them
+FEW_PAIRS = 200  # so few are solved in less time than the start of a process takes
+
+Coefficients = dict[int, float]  # of a constraint, by the index of the variable
 
 
-def program_rows(s, below, cliques, big):
-    """Yield the program's rows for sizes s, each a sum of coefficients times columns, the least
-    that it is and the most. Columns: A_i, then M, then z_ij: below[i, j].
+def constraints(
+    sizes: list[int], below: dict[tuple[int, int], int], cliques: list[list[int]], big: int
+) -> Iterator[tuple[Coefficients, float, float]]:
+    """Yield each constraint of the program as (coefficients, lower limit, upper limit).
 
-    Cuts: in a clique C, of which all are alive together, all that lies below j fits below it, and
-    all above it above:
+    The variables, by index: A_0 ... A_{n-1}, then M, then one z_ij per pair. below[i, j]: the index
+    of z_ij. cliques: for each section, its buffers, which are all alive together. big: U.
+
+    The last two kinds are cuts, which follow from the others and help the solver: in a clique C all
+    buffers below j fit below it, and all buffers above j fit above it.
 
         sum_{i in C} S_i z_ij <= A_j        A_j + S_j + sum_{i in C} S_i z_ji <= M
     """
-    top = len(s)
-    for (i, j), column in below.items():
-        yield {j: 1, i: -1, column: -big}, s[i] - big, np.inf  # A_i + S_i <= A_j if z_ij
-        yield {column: 1, below[j, i]: 1}, 1, 1
+    peak = len(sizes)  # the index of M
+    for (i, j), z_ij in below.items():
+        z_ji = below[j, i]
+        yield {j: 1, i: -1, z_ij: -big}, sizes[i] - big, np.inf  # A_i + S_i <= A_j if z_ij
+        yield {z_ij: 1, z_ji: 1}, 1, 1
     for members in cliques:
         for j in members:
             others = [i for i in members if i != j]
-            beneath = {below[i, j]: -s[i] for i in others}
-            above = {below[j, i]: -s[i] for i in others}
-            yield {j: 1} | beneath, 0, np.inf
-            yield {top: 1, j: -1} | above, s[j], np.inf
+            sizes_below = {below[i, j]: -sizes[i] for i in others}
+            sizes_above = {below[j, i]: -sizes[i] for i in others}
+            yield {j: 1} | sizes_below, 0, np.inf
+            yield {peak: 1, j: -1} | sizes_above, sizes[j], np.inf
 
 
-def solve_program(rows, peak, deadline):
-    """Return the order of addresses that the program found, or any; and a lower bound that it
-    proved, or 0. peak: of a plan that there is, for U.
+def solve_program(rows: np.ndarray, peak: int, deadline: float) -> tuple[np.ndarray, int]:
+    """Solve the integer program. Return an order of the buffers by address, and a lower bound of
+    the peak that the solver proved (0 if it proved none).
 
-    Floating point decides about integers that are small enough: sizes count in units, rounded down.
-    A plan's order of addresses is also one for smaller sizes, at a peak of at most peak / unit, so
-    the bound holds for the sizes as they are.
-    """
-    from scipy.optimize import Bounds, LinearConstraint, milp  # half a second
+    peak: that of a plan that is known, which serves as U. If the solver finds no solution in time,
+    the order is an arbitrary one.
+
+    The solver works in floating point, so sizes are first divided by a unit and rounded down to
+    small integers. The lower bound stays valid: a plan for the true sizes is also one for the
+    smaller sizes, and its peak in units is at most peak / unit."""
+    from scipy.optimize import Bounds, LinearConstraint, milp  # the import takes half a second
     from scipy.sparse import csr_array
 
     start, end, size = rows.T
@@ -241,6 +285,7 @@ def solve_program(rows, peak, deadline):
     unit = int(np.gcd.reduce(size))
     unit *= -(-peak // (unit * EXACT_UNITS))
     big = peak // unit
+
     cliques = []
     below = {}
     for section in range(end.max()):
@@ -248,33 +293,42 @@ def solve_program(rows, peak, deadline):
         cliques.append(members)
         for pair in itertools.permutations(members, 2):
             below.setdefault(pair, n + 1 + len(below))
-    lines, least, most = zip(*program_rows((size // unit).tolist(), below, cliques, big))
-    columns = [column for line in lines for column in line]
-    values = [value for line in lines for value in line.values()]
-    matrix = csr_array((values, columns, np.cumsum([0, *map(len, lines)])))
-    column = np.arange(n + 1 + len(below))
+
+    sizes = (size // unit).tolist()
+    coefficients, lower, upper = zip(*constraints(sizes, below, cliques, big))
+    indices = [index for line in coefficients for index in line]
+    values = [value for line in coefficients for value in line.values()]
+    line_ends = np.cumsum([0, *map(len, coefficients)])
+    matrix = csr_array((values, indices, line_ends))
+
+    variable = np.arange(n + 1 + len(below))
+    is_peak = variable == n
+    is_binary = variable > n
     seconds = max(0.0, deadline - time.monotonic())
-    found = milp(
-        column == n,  # M is minimised
-        integrality=column > n,  # z is binary
-        bounds=Bounds(0, np.where(column > n, 1, big)),
-        constraints=LinearConstraint(matrix, least, most),
+    solution = milp(
+        is_peak,  # the objective: minimise M
+        integrality=is_binary,
+        bounds=Bounds(0, np.where(is_binary, 1, big)),
+        constraints=LinearConstraint(matrix, lower, upper),
         options={"time_limit": 0.9 * seconds, "mip_rel_gap": 0.0},
     )
+
+    # only the order is used: a rounding error in an offset cannot make two buffers overlap
     order = np.arange(n)
-    if found.x is not None:  # the order alone: rounding in x cannot make two buffers overlap
-        order = np.argsort(found.x[:n], kind="stable")
-    dual = found.mip_dual_bound or 0
-    if found.status == 0:  # solved: they are equal
-        dual = found.fun
-    bound = math.ceil(dual - 1e-3) * unit if np.isfinite(dual) else 0
-    return order, bound
+    if solution.x is not None:
+        order = np.argsort(solution.x[:n], kind="stable")
+    bound = solution.mip_dual_bound or 0
+    if solution.status == 0:  # solved to the end
+        bound = solution.fun
+    proved = math.ceil(bound - 1e-3) * unit if np.isfinite(bound) else 0
+    return order, proved
 
 
-def solve_apart(rows, peak, deadline):
-    """Return what solve_program returns, computed by this file in a process of its own, which is
-    ended at the deadline: HiGHS overruns its own time limit. The problem and its solution travel as
-    plain arrays, so that nothing that is read can run code."""
+def solve_in_process(rows: np.ndarray, peak: int, deadline: float) -> tuple[np.ndarray, int]:
+    """Return what solve_program returns, computed by this file in a process of its own.
+
+    The process is ended at the deadline, because HiGHS overruns its own time limit. The problem and
+    its solution are passed as plain arrays, so nothing that is read can run code."""
     with tempfile.TemporaryDirectory() as folder:
         problem = Path(folder, "problem.npz")
         np.savez(problem, rows=rows, peak=peak, deadline=deadline)
@@ -284,120 +338,147 @@ def solve_apart(rows, peak, deadline):
                 check=True,
                 timeout=deadline - time.monotonic(),
             )
-        except subprocess.SubprocessError:
+        except subprocess.SubprocessError:  # it failed, or took too long
             return np.arange(len(rows)), 0
         with np.load(problem.with_name("solution.npz"), allow_pickle=False) as solution:
             return solution["order"], int(solution["bound"])
 
 
 def solve_file(problem: Path) -> None:
-    """Solve the problem of solve_apart, and write solution.npz beside it."""
+    """Solve the problem that solve_in_process wrote, and write solution.npz beside it."""
     with np.load(problem, allow_pickle=False) as file:
         rows, peak, deadline = file["rows"], int(file["peak"]), float(file["deadline"])
     order, bound = solve_program(rows, peak, deadline)
     np.savez(problem.with_name("solution.npz"), order=order, bound=bound)
 
 
-def one_level(rows, deadline):
-    """Return the plan of a first fit where it meets the bound, else of the integer program where
-    that finds a lower one in time."""
-    plan = first_plan(rows, deadline)
+# ---------------------------------------------------------------------------- one level
+
+PlanLevel = Callable[[np.ndarray, float], AddressPlan]  # of rows and a deadline
+
+
+def plan_exactly(rows: np.ndarray, deadline: float) -> AddressPlan:
+    """Return a first fit if it meets the lower bound, else the better of it and of the integer
+    program's plan. The program runs only if it has few enough pairs, and until the deadline."""
+    plan = best_first_fit(rows, deadline)
+
+    # pairs of buffers that are alive together: all pairs, less those of which one is dead when the
+    # other is born
     start, end, _ = rows.T
     n = len(rows)
-    dead = np.searchsorted(np.sort(end), start, side="right")  # at each birth
-    pairs = n * (n - 1) // 2 - dead.sum()
+    dead_at_birth = np.searchsorted(np.sort(end), start, side="right")
+    pairs = n * (n - 1) // 2 - dead_at_birth.sum()
     if plan.optimal or pairs > MAX_PAIRS or time.monotonic() > deadline:
         return plan
-    solve_it = solve_program if pairs <= FEW_PAIRS else solve_apart
-    order, bound = solve_it(rows, plan.peak, deadline)
-    plan.lower_bound = max(plan.lower_bound, bound)
-    other = Plan(*first_fit(rows, order), plan.lower_bound, "integer program")
+
+    solve_it = solve_program if pairs <= FEW_PAIRS else solve_in_process
+    order, proved = solve_it(rows, plan.peak, deadline)
+    plan.lower_bound = max(plan.lower_bound, proved)
+    offsets, peak = first_fit(rows, order)
+    other = AddressPlan(offsets, peak, plan.lower_bound, "integer program")
     return min(plan, other, key=peak_of)
+
+
+def assume_bound_is_met(rows: np.ndarray, deadline: float) -> AddressPlan:
+    """Return an optimistic stand-in for a level's plan: its peak is the lower bound, and its
+    offsets mean nothing."""
+    bound = int(live_bytes(rows).max(initial=0))
+    return AddressPlan(np.zeros(len(rows), np.int64), bound, bound, "")
 
 
 # ---------------------------------------------------------------------------- the plan of a step
 
 
-def solve(buffers: list[Buffer], time_limit: float = 60.0) -> Plan:
-    """Return the lower of two plans, of a first fit and by two levels, within time_limit seconds.
-    No integer program is solved where two levels, each at its lower bound, would not be lower."""
+def solve(buffers: list[Lifetime], time_limit: float = 60.0) -> AddressPlan:
+    """Return the plan with the lower peak of two: a first fit of all buffers, and two levels.
+
+    time_limit: seconds. The integer program runs only where two levels could win, that is if they
+    would have a lower peak than the first fit if each level met its lower bound."""
     begin = time.monotonic()
     deadline = begin + time_limit
-    rows = in_sections(as_rows(buffers))
+    rows = to_sections(as_rows(buffers))
     passes = [b.in_pass for b in buffers]
-    fitted = first_plan(rows, deadline)
-    least = two_levels(rows, passes, deadline, bound_alone)
-    plan_level = one_level if least.peak < fitted.peak else first_plan
+
+    fitted = best_first_fit(rows, deadline)
+    at_best = two_levels(rows, passes, deadline, assume_bound_is_met)
+    plan_level = plan_exactly if at_best.peak < fitted.peak else best_first_fit
     by_levels = two_levels(rows, passes, deadline, plan_level)
-    plan, other = sorted([by_levels, fitted], key=peak_of)
-    bound = max(plan.lower_bound, other.lower_bound)
-    seconds = time.monotonic() - begin
-    return replace(plan, lower_bound=bound, seconds=seconds, beside=other)
+
+    plan, rejected = sorted([by_levels, fitted], key=peak_of)
+    return replace(
+        plan,
+        lower_bound=max(plan.lower_bound, rejected.lower_bound),
+        seconds=time.monotonic() - begin,
+        rejected=rejected,
+    )
 
 
-def bound_alone(rows, deadline):
-    """Return a plan of a level that is only a peak: the lower bound."""
-    bound = int(live_bytes(rows).max(initial=0))
-    return Plan(np.zeros(len(rows), np.int64), bound, bound, "")
+def two_levels(
+    rows: np.ndarray, passes: list[str], deadline: float, plan_level: PlanLevel
+) -> AddressPlan:
+    """Return a plan by Memo's two levels (section 4.2), each of which plan_level plans.
 
+        level 1    the buffers of one pass, at offsets inside the pass's block
+        level 2    blocks and the remaining buffers, at offsets in the arena
 
-def two_levels(rows, passes, deadline, plan_level):
-    """Return a plan by Memo's two levels, of plan_level(rows, deadline) each. passes: the name of
-    each buffer's pass, or "".
+    passes: for each buffer the name of its pass, or "". Passes whose buffers overlap in the same
+    way are planned once, whenever they begin.
 
-    The blocks' lower bound is none of the step's, which `solve` knows: what the levels cost is a
-    gap.
-    """
+    The plan's lower bound is 0 (unknown), because the bound of the blocks is none of the step's.
+    `solve` knows the step's bound from the first fit."""
     start, end, _ = rows.T
-    members = defaultdict(list)
+    members = defaultdict(list)  # the buffers of each pass
     for i, name in enumerate(passes):
         members[name].append(i)
     outer = members.pop("", [])
     if not members:
         return plan_level(rows, deadline)
-    # passes are equal if their buffers overlap alike: when they begin, and what else is alive, does
-    # not matter
-    plans = {}
+
+    plans = {}  # by the rows of a pass, in sections
     inner = []  # the plan of each pass
     for mine in members.values():
-        part = in_sections(rows[mine])
-        key = part.tobytes()
+        pass_rows = to_sections(rows[mine])
+        key = pass_rows.tobytes()
         if key not in plans:
             now = time.monotonic()
-            plans[key] = plan_level(part, now + (deadline - now) / 2)
+            half_the_time = now + (deadline - now) / 2  # leaves time for the other passes
+            plans[key] = plan_level(pass_rows, half_the_time)
         inner.append(plans[key])
+
     blocks = [
         (start[mine].min(), end[mine].max(), plan.peak)
         for mine, plan in zip(members.values(), inner)
     ]
-    top = in_sections(np.concatenate([blocks, rows[outer]]))
-    step = plan_level(top, deadline)
+    outer_rows = to_sections(np.concatenate([blocks, rows[outer]]))
+    step = plan_level(outer_rows, deadline)
+
     offsets = np.empty(len(rows), np.int64)
     offsets[outer] = step.offsets[len(blocks) :]
     for base, mine, plan in zip(step.offsets, members.values(), inner):
         offsets[mine] = base + plan.offsets
-    return Plan(offsets, step.peak, 0, f"two levels, {step.method}")
+    return AddressPlan(offsets, step.peak, 0, f"two levels, {step.method}")
 
 
 # ---------------------------------------------------------------------------- files, command line
 
-COLUMNS = ("id", "lower", "upper", "size")
+TRACE_COLUMNS = ("id", "lower", "upper", "size")
 
 
-def read_trace(path: str) -> tuple[list[str], list[Buffer]]:
-    """Return ids and buffers of a CSV file. Raise ValueError naming the line."""
+def read_trace(path: str) -> tuple[list[str], list[Lifetime]]:
+    """Return the ids and the buffers of a CSV file. Raises ValueError that names the line."""
     ids, buffers = [], []
-    with open(path, newline="", encoding="utf-8-sig") as f:  # -sig: Excel's mark at the beginning
+    with open(path, newline="", encoding="utf-8-sig") as f:  # -sig: skip the mark that Excel writes
         rows = csv.DictReader(f)
-        if missing := set(COLUMNS).difference(rows.fieldnames or ()):
+        if missing := set(TRACE_COLUMNS).difference(rows.fieldnames or ()):
             raise ValueError(
-                f"{path}, line 1: no {', '.join(sorted(missing))} among the columns "
+                f"{path}, line 1: there is no {', '.join(sorted(missing))} among the columns "
                 f"{rows.fieldnames}"
             )
         for row in rows:
             try:
-                numbers = [int(row[column]) for column in COLUMNS[1:]]
-                as_rows([buffer := Buffer(*numbers, row.get("pass") or "")])
+                numbers = [int(row[column]) for column in TRACE_COLUMNS[1:]]
+                buffer = Lifetime(*numbers, row.get("pass") or "")
+                as_rows([buffer])
             except (TypeError, ValueError, OverflowError) as e:
                 raise ValueError(f"{path}, line {rows.line_num}: {e}") from None
             ids.append(row["id"])
@@ -405,17 +486,17 @@ def read_trace(path: str) -> tuple[list[str], list[Buffer]]:
     return ids, buffers
 
 
-def write_plan(path: str, ids: Iterable, buffers: list[Buffer], offsets: Iterable[int]) -> None:
-    """Write a CSV file of the buffers, their passes and offsets."""
+def write_plan(path: str, ids: Iterable, buffers: list[Lifetime], offsets: Iterable[int]) -> None:
+    """Write a CSV file of the buffers, their passes and their offsets."""
     with open(path, "w", newline="") as f:
         out = csv.writer(f)
-        out.writerow([*COLUMNS, "pass", "offset"])
+        out.writerow([*TRACE_COLUMNS, "pass", "offset"])
         for number, buffer, offset in zip(ids, buffers, offsets):
             out.writerow([number, *buffer, offset])
 
 
-def draw(path: str, buffers: list[Buffer], plan: Plan, title: str = "") -> None:
-    """Write a PNG file: address over time, one rectangle a buffer, the lighter the larger."""
+def draw(path: str, buffers: list[Lifetime], plan: AddressPlan, title: str = "") -> None:
+    """Write a PNG file of addresses over time: one rectangle per buffer, lighter if it is larger."""
     from matplotlib import colormaps
     from matplotlib.colors import Normalize
     from matplotlib.figure import Figure
@@ -444,19 +525,23 @@ def draw(path: str, buffers: list[Buffer], plan: Plan, title: str = "") -> None:
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], allow_abbrev=False)
-    parser.add_argument("trace", help="a CSV file with the columns id,lower,upper,size, maybe pass")
-    parser.add_argument("--time-limit", type=float, default=60.0, help="seconds; default: 60")
-    parser.add_argument("--out", help="CSV file for the plan: the trace's columns and offset")
-    parser.add_argument("--plot", help="PNG file: address over time")
+    parser.add_argument(
+        "trace", help="CSV file with the columns id,lower,upper,size, and maybe pass"
+    )
+    parser.add_argument(
+        "--time-limit", type=float, default=60.0, help="most seconds for the plan (default: 60)"
+    )
+    parser.add_argument("--out", help="CSV file to write: the trace's columns and the offset")
+    parser.add_argument("--plot", help="PNG file to write: addresses over time")
     args = parser.parse_args(argv)
     if not args.time_limit > 0:
-        parser.error(f"--time-limit {args.time_limit}: above 0")
+        parser.error(f"--time-limit {args.time_limit}: it must be above 0 seconds")
     try:
-        if args.trace.endswith(".npz"):  # from solve_apart
+        if args.trace.endswith(".npz"):  # this process was started by solve_in_process
             try:
                 solve_file(Path(args.trace))
             except Exception as e:  # whatever such a file may hold
-                raise ValueError(f"{args.trace} is no problem of solve_apart: {e!r}") from e
+                raise ValueError(f"{args.trace} is no problem of solve_in_process: {e!r}") from e
             return 0
         ids, buffers = read_trace(args.trace)
         plan = solve(buffers, args.time_limit)

@@ -28,7 +28,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from memplan import Buffer, Plan, check, solve
+from memplan import AddressPlan, Lifetime, check, solve
 from streams import CommStream, wait
 
 ALLOCATOR_ALIGN_BYTES = {"cpu": 64, "cuda": 512}  # where PyTorch's kernels want a tensor to start
@@ -132,8 +132,8 @@ class StepMemory:
         self.align = ALLOCATOR_ALIGN_BYTES[self.kind]
         self.min_bytes = min_bytes or MIN_PLANNED_BYTES[self.kind]
         self.allocator = load_allocator(self.kind)
-        self.buffers: list[Buffer] = []  # of the recorded step
-        self.plan: Plan | None = None
+        self.buffers: list[Lifetime] = []  # of the recorded step
+        self.plan: AddressPlan | None = None
         self.arena = None  # memory, while the allocator points into it
         self.counts: dict[str, int] = {}  # of the last replay
         self.runs = 0
@@ -194,7 +194,7 @@ class StepMemory:
         requests = np.array(numbers, np.int64).reshape(n, 3)
         requests[:, 2] += -requests[:, 2] % self.align
         self.requests = requests  # start, end (-1: outlives the step), size
-        buffers = [Buffer(*r) for r in requests.tolist() if r[1] >= 0]
+        buffers = [Lifetime(*r) for r in requests.tolist() if r[1] >= 0]
         self.buffers = with_passes(buffers, self.marks)
         self.counts = {}  # of a plan that is not followed any more
         return result

@@ -52,7 +52,7 @@ from test_all import (
 def random_buffers(n, seed):
     rng = random.Random(seed)
     return [
-        memplan.Buffer(start, start + rng.randint(1, 6), rng.randint(1, 50))
+        memplan.Lifetime(start, start + rng.randint(1, 6), rng.randint(1, 50))
         for start in rng.choices(range(12), k=n)
     ]
 
@@ -70,7 +70,7 @@ def is_plan(buffers, offsets, peak: int) -> bool:
 # buffers that no plan stacks without a hole: their best peak, 144, is above the largest sum that is
 # alive, 136, and below that of first fits
 HOLES = [
-    memplan.Buffer(*box)
+    memplan.Lifetime(*box)
     for box in zip(
         (3, 1, 2, 1, 0, 0, 2, 4), (6, 4, 4, 3, 2, 1, 3, 6), (61, 31, 44, 8, 97, 39, 53, 75)
     )
@@ -134,13 +134,17 @@ PASSES = [
     for b in HOLES
 ]
 # the last fits above what remains of the pass, but not above its block
-LONG_PASS = [memplan.Buffer(0, 2, 10, "a"), memplan.Buffer(1, 4, 2, "a"), memplan.Buffer(2, 6, 10)]
+LONG_PASS = [
+    memplan.Lifetime(0, 2, 10, "a"),
+    memplan.Lifetime(1, 4, 2, "a"),
+    memplan.Lifetime(2, 6, 10),
+]
 
 
 @parametrize(
     "buffers, peak, method, other",
     [
-        ([*PASSES, memplan.Buffer(0, 90, 17)], 144 + 17, "two levels", "first fit"),
+        ([*PASSES, memplan.Lifetime(0, 90, 17)], 144 + 17, "two levels", "first fit"),
         (LONG_PASS, 12, "first fit", "two levels"),
     ],
 )
@@ -175,10 +179,10 @@ def test_memplan_program(tmp_path, capsys):
 @parametrize(
     "text, message",
     [
-        ("", "line 1: no id, lower, size, upper among"),
-        ("id,lower,size\n", "line 1: no upper among"),
+        ("", "line 1: there is no id, lower, size, upper among"),
+        ("id,lower,size\n", "line 1: there is no upper among"),
         ("id,lower,upper,size\na,0,1,2\nb,0,x,2\n", "line 3: invalid literal for int.*x"),
-        ("id,lower,upper,size\na,4,4,2\n", "line 2: a buffer is alive"),
+        ("id,lower,upper,size\na,4,4,2\n", "line 2: a buffer.s start must be before"),
     ],
 )
 def test_memplan_names_the_line(text, message, tmp_path, capsys):
@@ -330,7 +334,7 @@ def as_on_a_gpu(one_kernel: Callable):
         yield
 
 
-def simulate_step(plan: costs.Plan) -> tuple[list[memplan.Buffer], float, float]:
+def simulate_step(plan: costs.Plan) -> tuple[list[memplan.Lifetime], float, float]:
     """Return the first rank's buffers in a step on GPUs, as large as are planned, the bytes of what
     lasts between steps, and those that are counted: on fake tensors of the CPU, in a process group
     that sends nothing. What is born and dies in a fused kernel or on a side stream is left out."""
@@ -342,7 +346,7 @@ def simulate_step(plan: costs.Plan) -> tuple[list[memplan.Buffer], float, float]
     def note_death(born):
         size, kernel = alive.pop(born)
         if size >= 2**20 and (kernel is None or kernel is not running[-1]):
-            dead.append(memplan.Buffer(born, next(clock), -(-size // 512) * 512))
+            dead.append(memplan.Lifetime(born, next(clock), -(-size // 512) * 512))
 
     class NoteBirths(TorchDispatchMode):
         def __torch_dispatch__(self, function, types, args=(), kwargs=None):
