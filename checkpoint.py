@@ -1,31 +1,41 @@
-"""What is on disk? Checkpoints that resume under any factors.
+"""Save the model states of a run, and read them under any sharding factors.
 
-    OUT/step-00000100/               a step's states
-        rank-00000-0.safetensors     what a rank saves: of every tensor a part, flat; a file has as
-        rank-00000-1.safetensors     many layers as 4 GiB hold, and says what parts they are
-        meta.json                    written last: step, samples seen, model, flags, data; size and
-                                     checksum of every file, and of itself
-    OUT/log.jsonl                    a line a step
+    OUT/step-00000100/               the checkpoint of one step
+        rank-00000-0.safetensors     what rank 0 saves: a part of each state, as a flat tensor. A
+        rank-00000-1.safetensors     file takes about 4 GiB, and says where its parts belong
+        ...
+        meta.json                    written last: step, samples seen, model, flags, data; the size
+                                     and the checksum of each file, and its own checksum
+    OUT/log.jsonl                    one line per step
     OUT/lock                         held by the run that writes here
 
-Elements [start, start + count) of a flat tensor are a part. Whoever resumes, under any factors,
-reads of all files what overlaps with its own parts:
+What a checkpoint holds: for each weight what the optimizer owns of it. With AdamW these are the
+float32 `master` weight, `exp_avg` and `exp_avg_sq`, and per run the number of updates. It holds no
+bf16 weights and no gradients. A resume makes the bf16 weights again from the masters
+(States.loaded), and evaluation and export use these.
 
-    saved, os = 2       |------- rank 0 -------|------- rank 1 -------|
-    loaded, os = 3      |---- 0 -----|------ 1 ------|------ 2 -------|
+How another number of ranks reads it: a part is the elements [start, start + count) of a state's
+flat tensor. A rank that resumes, under any factors, finds in all files the parts that overlap with
+its own part, and copies the overlaps:
 
-Of a matrix that columns of ranks share (tensor.py's modes) the flat tensor is what one of
-them has, and a part says which rows and columns of the whole that is (its cut). Who has the same
-cut reads as above; who has another one puts the whole matrix together first, one at a time.
+    saved with os = 2     |------- rank 0 -------|------- rank 1 -------|
+    read with os = 3      |---- 0 -----|------ 1 ------|------ 2 -------|
 
-A checkpoint is written under another name, synced, and renamed, so whoever is killed, a folder of
-that name is whole; the newest is the highest step. A resume reads each file once to compare its
-checksum, on the rank of the same number, whose own parts then lie in memory. Nothing that is read
-can run code.
+Here rank 1 of three reads the end of the old rank 0's part, and the beginning of the old rank 1's.
 
-    find_checkpoint(...) -> Checkpoint     load_checkpoint(states, found)     Saver(...).begin(meta)
+With tensor parallelism a rank has some rows or columns of a matrix (ops.TensorSlice). Its flat
+tensor is that slice, and the file says which slice it is. A rank that has the same slice reads as
+above. For any other slice a rank first puts the whole matrix together, one matrix at a time.
 
-Left out: checkpoints in several places. Hugging Face's folders are hf.py's.
+A checkpoint is written into a folder step-N.tmp, flushed to the disk, and then renamed. So a folder
+without .tmp is whole, whenever a run is killed. A resume compares the checksum of each file, and
+nothing that is read can run code.
+
+    saved = choose_checkpoint(out, resume)       which checkpoint, with all checksums compared
+    load_checkpoint(states, saved)               read this rank's parts
+    saver = Saver(out, keep, states)             saver.begin(meta), saver.finish()
+
+Left out: checkpoints in several places. hf.py reads and writes Hugging Face's folders.
 """
 
 import contextlib
@@ -62,11 +72,11 @@ from streams import GIB, buffer_bytes, carve, pin_host_buffers
 FILE_BYTES = 4 * 2**30  # of tensors in one file
 
 
-def pack(sizes):
-    """Return the names of {name: bytes} file by file: in order, FILE_BYTES each, or one tensor that
-    is larger."""
+def pack(sizes: dict[str, int]) -> list[list[str]]:
+    """Return which tensors go into which file. sizes: bytes by name. Names stay in order. A file
+    takes FILE_BYTES, or one tensor that is larger."""
     files = []
-    room = 0
+    room = 0  # bytes left in the last file
     for name, size in sizes.items():
         if size > room:
             files.append([])
@@ -76,20 +86,20 @@ def pack(sizes):
     return files
 
 
-def write_tensors(tensors, path, metadata):
-    """Write a safetensors file in a folder, which is made. Raises OSError."""
+def write_tensors(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str]) -> None:
+    """Write a safetensors file, and make its folder if there is none. Raises OSError."""
     path.parent.mkdir(exist_ok=True)
     try:
         save_file(tensors, path, metadata)
-        # it makes files that their owner alone can read: who may list the folder may read them
+        # save_file makes files that only their owner can read; give them the folder's rights
         with contextlib.suppress(OSError):  # storage that has no modes
             path.chmod(path.parent.stat().st_mode & 0o666)
     except SafetensorError as e:
         raise OSError(f"{path}: {e}") from e
 
 
-def checksum(path):
-    """Return size and crc32 of a file. Raises OSError."""
+def checksum(path: Path) -> list[int]:
+    """Return [size in bytes, crc32] of a file. Raises OSError."""
     crc32 = 0
     with open(path, "rb") as file:
         while block := file.read(2**24):
@@ -97,37 +107,35 @@ def checksum(path):
         return [file.tell(), crc32]
 
 
-def sync(path):
-    """Bring a file, or the names in a folder, to the disk. Raises OSError."""
+def sync(path: Path) -> None:
+    """Flush a file, or the list of names in a folder, to the disk. Raises OSError."""
     handle = os.open(path, os.O_RDONLY)
     os.fsync(handle)
     os.close(handle)
 
 
 def write_states(folder: Path, parts: dict[str, StatePart]) -> dict[str, list[int]]:
-    """Write what this rank saves of {name of a tensor: a part of it} as its files. Of GPUs' states
-    one file's are on the host at a time, and a file is summed while the next is written. Returns
-    size and crc32 of each by its name. Raises OSError."""
-    saved = {name: part.values.nbytes for name, part in parts.items() if part.saves}
-    sums = {}
+    """Write the files of this rank, and return [size, crc32] of each by its name. Raises OSError.
+
+    parts: this rank's part of each state, by the state's name; those with `saves` are written. One
+    file's tensors are on the host at a time. While one file is written, another thread computes the
+    checksums of the files before it."""
+    sizes = {name: part.values.nbytes for name, part in parts.items() if part.saves}
+    checksums = {}
     with ThreadPoolExecutor() as pool:
-        for i, names in enumerate(pack(saved)):
+        for i, names in enumerate(pack(sizes)):
             path = folder / f"rank-{dist.get_rank():05d}-{i}.safetensors"
-            tensors = {}
-            places = {}
-            for name in names:
-                part = parts[name]
-                tensors[name] = part.values.cpu()
-                places[name] = place_text(part)
-            write_tensors(tensors, path, places)
-            sums[path] = pool.submit(checksum, path)
-    for path in sums:
+            tensors = {name: parts[name].values.cpu() for name in names}
+            positions = {name: position_text(parts[name]) for name in names}
+            write_tensors(tensors, path, positions)
+            checksums[path] = pool.submit(checksum, path)
+    for path in checksums:
         sync(path)
-    return {path.name: found.result() for path, found in sums.items()}
+    return {path.name: future.result() for path, future in checksums.items()}
 
 
 def write_meta(folder: Path, meta: dict) -> None:
-    """Write meta.json, whose last key is the checksum of all that goes before."""
+    """Write meta.json. Its last key is the crc32 of the text before that key."""
     body = json.dumps(meta, indent=1).removesuffix("\n}")
     path = folder / "meta.json"
     path.write_text(f'{body},\n "crc32": {zlib.crc32(body.encode())}\n}}\n')
@@ -136,23 +144,24 @@ def write_meta(folder: Path, meta: dict) -> None:
 
 # ---------------------------------------------------------------------------- reading
 #
-# A checkpoint may come from anybody. Nothing of it is believed before it is checked: the checksum
-# of meta.json, the numbers that a resume computes with, the flags of the run (by train.Config), the
-# names, kinds and sizes of the files, and that the parts of each state cover each of its elements
-# exactly once.
+# A checkpoint may come from anybody, so nothing in it is believed before it is checked:
+#     the checksum of meta.json, and the numbers in it that a resume computes with (check_meta)
+#     the flags of the run (train.Config)
+#     the names, kinds, sizes and checksums of the files (open_checkpoint, check_files)
+#     that the parts of each state cover each of its elements exactly once (check_cover)
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint whose files are all there, and its meta.json."""
+    """A folder that open_checkpoint has checked, and the contents of its meta.json."""
 
     folder: Path
     meta: dict
 
 
 def open_checkpoint(folder: Path) -> Checkpoint:
-    """Return the checkpoint of a folder. Raises ValueError if anything in it is not what was
-    written; the checksums of large files are compared by check_files."""
+    """Return the checkpoint in a folder. Raises ValueError unless everything in it is as it was
+    written. Only the checksums of the large files are left to check_files."""
     try:
         text = regular(folder / "meta.json").read_text()
         body, _, crc32 = text.rpartition(',\n "crc32": ')
@@ -166,29 +175,32 @@ def open_checkpoint(folder: Path) -> Checkpoint:
                 raise ValueError(f"{name} is missing")
             if (folder / name).is_symlink() or not (folder / name).is_file():
                 raise ValueError(f"{name} is no regular file")
-            if (found := (folder / name).stat().st_size) != size:
-                raise ValueError(f"{name} has {found} bytes, not {size}")
+            size_now = (folder / name).stat().st_size
+            if size_now != size:
+                raise ValueError(f"{name} has {size_now} bytes, not {size}")
         open_parts(saved)
     except Exception as e:  # whatever such files may hold
         raise ValueError(
-            f"--resume: {folder} is not a whole checkpoint: {e or repr(e)}; others, if there are "
-            "any, are beside it"
+            f"--resume: {folder} is not a whole checkpoint: {e or repr(e)}; name another one in "
+            "the same folder, if there is one"
         ) from e
     return saved
 
 
 def check_meta(meta: dict) -> None:
-    """Raise ValueError unless what a resumed run computes with are numbers in their range, and file
-    names are those that write_states gives."""
+    """Raise ValueError unless the numbers that a resumed run computes with are in their range, and
+    the files have names that write_states gives."""
 
     def check_number(numbers: dict, name: str, low: int) -> None:
         value = numbers[name]
         if type(value) is not int or not low <= value < 2**63:
-            raise ValueError(f"{name} in meta.json is {value!r}, not a whole number from {low} on")
+            raise ValueError(
+                f"{name} in meta.json is {value!r}; it must be a whole number of at least {low}"
+            )
 
     for name in ("config", "model", "source", "files"):
         if type(meta[name]) is not dict:
-            raise ValueError(f"{name} in meta.json is {meta[name]!r}")
+            raise ValueError(f"{name} in meta.json is {meta[name]!r}; it must be a dict")
     for name in ("step", "samples"):
         check_number(meta, name, 0)
     for name, low in (("seq", 1), ("batch", 1), ("decay_steps", 0)):
@@ -198,92 +210,104 @@ def check_meta(meta: dict) -> None:
         raise ValueError("meta.json names no files")
     for name, (size, crc32) in meta["files"].items():
         if not re.fullmatch(r"rank-\d{5}-\d+\.safetensors", name):
-            raise ValueError(f"meta.json names a file {name!r}, which is no checkpoint's")
+            raise ValueError(f"meta.json names a file {name!r}, which no checkpoint has")
         check_number({"the size of a file": size}, "the size of a file", 0)
         check_number({"a file's crc32": crc32}, "a file's crc32", 0)
 
 
 @dataclass(frozen=True)
 class SavedPart:
-    """Elements [start, start + count) of a flat tensor, in a file."""
+    """Elements [start, start + count) of a state's flat tensor, in a file."""
 
     start: int
     count: int
-    elements: object  # a slice of safetensors: what is indexed is read
+    elements: object  # safetensors' slice: indexing it reads the elements from the file
 
 
 @dataclass(frozen=True)
 class SavedState:
-    """All parts of a state, by the cut of the whole tensor that they are parts of; None: all."""
+    """All parts of a state."""
 
-    shape: tuple[int, ...]
+    shape: tuple[int, ...]  # of the whole tensor
+    # by the slice of the whole tensor that was flattened; None: the whole tensor was
     parts: dict[TensorSlice | None, list[SavedPart]]
 
 
 def open_parts(saved: Checkpoint) -> dict[str, SavedState]:
-    """Return what a checkpoint's files hold, by the names of states; nothing but their headers is
-    read. Raises ValueError unless the parts of each state cover each element exactly once."""
+    """Return the states that a checkpoint's files hold, by name. Only the files' headers are read.
+    Raises ValueError unless the parts of each state cover each element exactly once."""
     states = {}
     for file in saved.meta["files"]:
         handle = safe_open(saved.folder / file, "pt")
-        places = handle.metadata() or {}
-        if places.keys() != set(handle.keys()):
+        positions = handle.metadata() or {}
+        if positions.keys() != set(handle.keys()):
             raise ValueError(f"{file} does not say where its tensors belong")
-        for name, text in places.items():
-            start, shape, cut = read_place(text)
+        for name, text in positions.items():
+            start, shape, tp_slice = read_position(text)
             elements = handle.get_slice(name)
             (count,) = elements.get_shape()
             state = states.setdefault(name, SavedState(shape, {}))
             if state.shape != shape:
                 raise ValueError(f"{name} has two shapes, {state.shape} and {shape}")
-            state.parts.setdefault(cut, []).append(SavedPart(start, count, elements))
+            state.parts.setdefault(tp_slice, []).append(SavedPart(start, count, elements))
     for name, state in states.items():
         check_cover(name, state)
     return states
 
 
-def place_text(part: StatePart) -> str:
-    """Return where a part belongs, as text for its file."""
-    cut = part.tp_slice and {"rows": part.tp_slice.rows, "cols": part.tp_slice.cols}
-    return json.dumps({"start": part.start, "shape": part.shape, "cut": cut})
+def position_text(part: StatePart) -> str:
+    """Return where a part belongs, as JSON for its file's header."""
+    tp_slice = None
+    if part.tp_slice is not None:
+        tp_slice = {"rows": part.tp_slice.rows, "cols": part.tp_slice.cols}
+    return json.dumps({"start": part.start, "shape": part.shape, "slice": tp_slice})
 
 
-def read_place(text: str) -> tuple[int, tuple[int, ...], TensorSlice | None]:
-    """Return start, shape and cut of place_text. Raises ValueError if they are no such numbers."""
-    place = json.loads(text)
-    shape = tuple(place["shape"])
-    numbers = [place["start"], *shape]
-    cut = None
-    if place["cut"] is not None:
-        rows = tuple((first, end) for first, end in place["cut"]["rows"])
-        first_col, end_col = place["cut"]["cols"]
-        cut = TensorSlice(shape, rows, (first_col, end_col))
-        bounds = [bound for run in rows for bound in run]
-        numbers += [*bounds, first_col, end_col]
-    if any(type(number) is not int or number < 0 for number in numbers):
-        raise ValueError(f"{text} is no place of a tensor")
-    if cut and not (
+def read_position(text: str) -> tuple[int, tuple[int, ...], TensorSlice | None]:
+    """Return start, shape and slice of a position_text. Raises ValueError or another exception if
+    the text says anything else."""
+    position = json.loads(text)
+    start = position["start"]
+    shape = tuple(position["shape"])
+    check_counts(text, [start, *shape])
+    if position["slice"] is None:
+        return start, shape, None
+
+    rows = tuple((first, end) for first, end in position["slice"]["rows"])
+    first_col, end_col = position["slice"]["cols"]
+    bounds = [bound for run in rows for bound in run]
+    check_counts(text, [*bounds, first_col, end_col])
+    is_slice = (
         len(shape) == 2
         and bounds == sorted(bounds)
         and bounds[-1] <= shape[0]
         and first_col < end_col <= shape[1]
-    ):
-        raise ValueError(f"{text} is no cut of a matrix")
-    return place["start"], shape, cut
+    )
+    if not is_slice:
+        raise ValueError(f"{text} is no slice of a matrix")
+    return start, shape, TensorSlice(shape, rows, (first_col, end_col))
+
+
+def check_counts(text: str, numbers: list) -> None:
+    """Raise ValueError unless all numbers are integers from 0 on."""
+    if any(type(number) is not int or number < 0 for number in numbers):
+        raise ValueError(f"{text} is no position of a tensor")
 
 
 def check_cover(name: str, state: SavedState) -> None:
-    """Raise ValueError unless a state's cuts cover the whole tensor, and their parts each cut,
-    element by element exactly once."""
+    """Raise ValueError unless the slices of a state make up its whole tensor, and the parts of each
+    slice cover each of its elements exactly once."""
     size = math.prod(state.shape)
-    cuts = [cut for cut in state.parts if cut is not None]
-    areas = [math.prod(cut.shape) for cut in cuts]
-    if cuts:
-        overlap = any(overlaps(one, two) for one, two in itertools.combinations(cuts, 2))
-        if len(cuts) < len(state.parts) or overlap or sum(areas) != size:
+    slices = [tp_slice for tp_slice in state.parts if tp_slice is not None]
+    if slices:
+        areas = [math.prod(tp_slice.shape) for tp_slice in slices]
+        whole_too = None in state.parts
+        overlap = any(overlaps(one, two) for one, two in itertools.combinations(slices, 2))
+        if whole_too or overlap or sum(areas) != size:
             raise ValueError(f"the parts of {name} that ranks share do not make the whole")
-    for cut, parts in state.parts.items():
-        end = 0
+
+    for tp_slice, parts in state.parts.items():
+        end = 0  # elements before this one are covered
         for part in sorted(parts, key=lambda part: part.start):
             if part.start > end:
                 raise ValueError(f"elements {end} to {part.start - 1} of {name} are missing")
@@ -291,13 +315,13 @@ def check_cover(name: str, state: SavedState) -> None:
                 last = min(end, part.start + part.count) - 1
                 raise ValueError(f"elements {part.start} to {last} of {name} are there twice")
             end = part.start + part.count
-        whole = math.prod(cut.shape) if cut else size
-        if end != whole:
-            raise ValueError(f"{name} ends at element {end}, not {whole}")
+        count = size if tp_slice is None else math.prod(tp_slice.shape)
+        if end != count:
+            raise ValueError(f"{name} ends at element {end}, not {count}")
 
 
 def overlaps(one: TensorSlice, two: TensorSlice) -> bool:
-    """Return whether two cuts of a matrix have an element in common."""
+    """Return whether two slices of a matrix have an element in common."""
 
     def meet(a: tuple[int, int], b: tuple[int, int]) -> bool:
         return max(a[0], b[0]) < min(a[1], b[1])
@@ -306,32 +330,33 @@ def overlaps(one: TensorSlice, two: TensorSlice) -> bool:
 
 
 def check_files(saved: Checkpoint) -> None:
-    """Compare the checksums of files: rank r reads those of saved ranks r, r + world size, and so
-    on. Raises OSError, or ValueError if they are not what was written."""
+    """Compare the checksums of the files. Rank r reads the files of the saved ranks r, r + world
+    size, and so on: with the same world size these hold the parts that it will need, which then lie
+    in the system's cache. Raises OSError, or ValueError if a file is not as it was written."""
 
-    def check(name):
+    def check(name: str) -> None:
         if checksum(saved.folder / name) != saved.meta["files"][name]:
             raise ValueError(
-                f"--resume: {saved.folder / name} is not what was written: its "
-                "checksum differs; others, if there are any, are beside it"
+                f"--resume: {saved.folder / name} is not what was written: its checksum differs; "
+                "name another checkpoint in the same folder, if there is one"
             )
 
-    own = [
-        name
-        for name in saved.meta["files"]
-        if int(name[5:10]) % dist.get_world_size() == dist.get_rank()
-    ]
+    own = []
+    for name in saved.meta["files"]:
+        saved_rank = int(name.split("-")[1])  # rank-00003-0.safetensors
+        if saved_rank % dist.get_world_size() == dist.get_rank():
+            own.append(name)
     with ThreadPoolExecutor() as pool:
         list(pool.map(check, own))
 
 
 def read_states(saved: Checkpoint, parts: dict[str, StatePart]) -> None:
-    """Set parts of tensors from a checkpoint, of which no more is read than they need. Raises
-    ValueError, also for what is not finite, or OSError."""
+    """Fill this rank's parts of the states from a checkpoint. Only the elements that they need are
+    read. Raises OSError, or ValueError, also for values that are not finite."""
     states = open_parts(saved)
-    one_at_a_time = threading.Lock()
+    one_at_a_time = threading.Lock()  # for whole matrices, so that only one takes memory
 
-    def read(name):
+    def read(name: str) -> None:
         part = parts[name]
         state = states.get(name)
         if state is None or state.shape != part.shape:
@@ -339,17 +364,17 @@ def read_states(saved: Checkpoint, parts: dict[str, StatePart]) -> None:
                 f"--resume: {saved.folder} does not hold {name} {part.shape}: it is "
                 "of another model or optimizer"
             )
-        if part.tp_slice in state.parts:
+        if part.tp_slice in state.parts:  # saved from the same slice
             fill(part.values, state.parts[part.tp_slice], part.start)
         else:
-            with one_at_a_time:  # a whole matrix takes memory
+            with one_at_a_time:
                 whole = read_whole(state, part.values.dtype)
-                here = part.tp_slice.extract(whole) if part.tp_slice else whole
-                part.values.copy_(part.within(here))
+                local = whole if part.tp_slice is None else part.tp_slice.extract(whole)
+                part.values.copy_(part.within(local))
         if not is_finite(part.values):
             raise ValueError(
-                f"--resume: {saved.folder}: {name} has values that are not finite; "
-                "others, if there are any, are beside it"
+                f"--resume: {saved.folder}: {name} has values that are not finite; name another "
+                "checkpoint in the same folder, if there is one"
             )
 
     with ThreadPoolExecutor() as pool:
@@ -357,41 +382,43 @@ def read_states(saved: Checkpoint, parts: dict[str, StatePart]) -> None:
 
 
 def fill(values: Tensor, parts: list[SavedPart], first: int) -> None:
-    """Set values (n,) to elements [first, first + n) of a flat tensor that lies in parts:
+    """Set values (n,) to the elements [first, first + n) of a flat tensor that is saved in parts.
 
     a part      start |---------------| start + count
     values                  first |--------------------| first + n
-    copied                        |---| of the part, to the first places of values
+    copied                        |---|
     """
     for part in parts:
         begin = max(first, part.start)
         end = min(first + len(values), part.start + part.count)
         if begin < end:
-            found = part.elements[begin - part.start : end - part.start]
-            values[begin - first : end - first].copy_(found)
+            overlap = part.elements[begin - part.start : end - part.start]
+            values[begin - first : end - first].copy_(overlap)
 
 
 def read_whole(state: SavedState, dtype: torch.dtype) -> Tensor:
-    """Return a state's whole tensor, put together from all of its cuts."""
+    """Return the whole matrix of a state, put together from all of its slices."""
     whole = torch.empty(state.shape, dtype=dtype)
     rows, cols = state.shape
     everything = TensorSlice(state.shape, ((0, rows),), (0, cols))
-    for cut, parts in state.parts.items():
-        box = cut or everything
-        values = whole.new_empty(math.prod(box.shape))
+    for tp_slice, parts in state.parts.items():
+        if tp_slice is None:
+            tp_slice = everything
+        values = whole.new_empty(math.prod(tp_slice.shape))
         fill(values, parts, 0)
-        box.insert(values.view(box.shape), whole)
+        tp_slice.insert(values.view(tp_slice.shape), whole)
     return whole
 
 
-def is_finite(values):
-    return all(bound.isfinite() for bound in values.aminmax())  # a NaN is both of them
+def is_finite(values: Tensor) -> bool:
+    low, high = values.aminmax()  # one pass; both are NaN if any value is
+    return bool(low.isfinite() and high.isfinite())
 
 
 def load_checkpoint(states: States, saved: Checkpoint) -> None:
-    """Read states from a checkpoint of any factors and ranks, whose files choose_checkpoint has
-    checked. Raises ConfigError on all ranks if one of them does not get what was written. A
-    collective of all ranks."""
+    """Read the model states from a checkpoint of any factors and any number of ranks, which
+    choose_checkpoint has checked. A collective of all ranks. Raises ConfigError on all ranks if one
+    of them cannot read its parts."""
     all_or_none(read_states, saved, states.state_parts())
     states.loaded()
 
@@ -401,39 +428,43 @@ def load_checkpoint(states: States, saved: Checkpoint) -> None:
 
 @dataclass
 class Saver:
-    """Saves a run's checkpoints: in the open, or (with `room` for it) copied to host memory at once
-    and written by a thread while steps go on. A save that fails ends nothing: `failed` says why,
-    and what was saved before stands.
+    """Saves a run's checkpoints, either at once or beside the next steps (--save-async).
 
-        begin(meta)     collective: the states are copied, or written
-        writing         this rank's thread has not done yet
-        finish()        collective: all files are there, the checkpoint gets its name
+    With `room`, the states are first copied to host memory, and a thread writes the files while
+    training goes on. Without it, training waits for the files.
+
+        begin(meta)     copy the states, and start to write them
+        writing         whether this rank's thread is still at work
+        finish()        wait for the files of all ranks, and give the checkpoint its name
+
+    begin and finish are collectives of all ranks. A save that fails does not end the run: `failed`
+    says why, and earlier checkpoints stay.
     """
 
     out: Path
-    keep: int
+    keep: int  # how many checkpoints stay in OUT; older ones are deleted
     states: States
-    group: dist.ProcessGroup | None = None  # ranks.patient_group(), as one may write for long
-    room: float | None = None  # bytes of host memory that copies may take; None: no copies
-    failed: str = ""  # why the last save was none, in a sentence
+    group: dist.ProcessGroup | None = None  # patient_group(): it waits for a rank that writes long
+    room: float | None = None  # bytes of host memory that the copies may take; None: no copies
+    failed: str = ""  # why the last save failed, as a sentence; "": it did not
 
     def __post_init__(self):
-        """Raise MemoryError if there is no room for copies."""
-        self.job = None  # of the thread: the files of this rank
+        """Allocate the copies. Raises MemoryError if `room` is too small for them."""
+        self.job = None  # the future of write_states, while a save is under way
         self.thread = ThreadPoolExecutor(1)
-        if self.room is not None:
-            tensors = {
-                name: part.values for name, part in self.states.state_parts().items() if part.saves
-            }
-            size = buffer_bytes(tensors)
-            if size > self.room:
-                raise MemoryError(
-                    f"--save-async: copies take {size / GIB:.2f} GiB of host memory "
-                    f"a rank, {self.room / GIB:.2f} are left; --no-save-async"
-                )
-            self.copies = carve(
-                *pin_host_buffers([size], self.states.device.type == "cuda"), tensors
+        if self.room is None:
+            return
+        parts = self.states.state_parts()
+        tensors = {name: part.values for name, part in parts.items() if part.saves}
+        size = buffer_bytes(tensors)
+        if size > self.room:
+            raise MemoryError(
+                f"--save-async: copies take {size / GIB:.2f} GiB of host memory "
+                f"a rank, {self.room / GIB:.2f} are left; --no-save-async"
             )
+        on_gpu = self.states.device.type == "cuda"
+        (buffer,) = pin_host_buffers([size], pin=on_gpu)
+        self.copies = carve(buffer, tensors)
 
     @property
     def writing(self) -> bool:
@@ -446,7 +477,7 @@ class Saver:
         self.meta = meta
         self.folder = self.out / f"step-{meta['step']:08d}.tmp"
         parts = self.states.state_parts()
-        if self.room is not None:  # page-locked: at the speed of the link, or of memory
+        if self.room is not None:  # the buffer is page-locked, so the copy runs at the link's speed
             parts = {
                 name: replace(parts[name], values=copy.copy_(parts[name].values))
                 for name, copy in self.copies.items()
@@ -457,27 +488,14 @@ class Saver:
 
     def finish(self) -> None:
         """Wait for the files of all ranks, and give the checkpoint its name. A collective of all
-        ranks."""
+        ranks. Does nothing if no save is under way."""
         if self.job is None:
             return
-
-        def complete():  # as the files of all ranks are there
-            files = {}
-            for of_rank in written:
-                files |= of_rank
-            write_meta(self.folder, self.meta | {"files": files})
-            sync(self.folder)
-            final = self.folder.with_suffix("")
-            self.folder.rename(final)
-            sync(self.out)
-            print(f"saved {final}")
-            for old in steps_of(self.out)[: -self.keep]:
-                shutil.rmtree(old, ignore_errors=True)
-
         try:
-            written = gather_objects(all_or_none(self.job.result, group=self.group), self.group)
-            # nobody goes on, and is killed, before it has its name
-            on_rank_0(complete, group=self.group)
+            written = all_or_none(self.job.result, group=self.group)
+            files_of_ranks = gather_objects(written, self.group)
+            # all ranks wait, so that none is stopped and ends the run before the folder has its name
+            on_rank_0(self.complete, files_of_ranks, group=self.group)
             self.failed = ""
         except ConfigError as e:
             on_rank_0(shutil.rmtree, self.folder, True, group=self.group)
@@ -485,42 +503,59 @@ class Saver:
             print0(self.failed)
         self.job = None
 
+    def complete(self, files_of_ranks: list[dict[str, list[int]]]) -> None:
+        """Write meta.json, rename the folder, and delete the oldest checkpoints. On rank 0, once
+        the files of all ranks are there. files_of_ranks: what write_states returned."""
+        files = {}
+        for files_of_rank in files_of_ranks:
+            files |= files_of_rank
+        write_meta(self.folder, self.meta | {"files": files})
+        sync(self.folder)
+        final = self.folder.with_suffix("")
+        self.folder.rename(final)
+        sync(self.out)
+        print(f"saved {final}")
+        for old in steps_of(self.out)[: -self.keep]:
+            shutil.rmtree(old, ignore_errors=True)
+
 
 # ---------------------------------------------------------------------------- a run's folder
 
 
 def steps_of(out: Path) -> list[Path]:
-    """Return the folders of checkpoints in OUT, by their steps; those that are being written or
-    deleted have other names."""
+    """Return the folders of all checkpoints in OUT, in the order of their steps. A checkpoint that
+    is being written is not among them, because its name ends in .tmp."""
     return sorted(out.glob("step-" + 8 * "[0-9]"))
 
 
 def find_checkpoint(out: Path, resume: str, passed_over: Sequence[Path] = ()) -> Checkpoint | None:
-    """Return the checkpoint to continue from, or None. resume: never, latest, auto (latest, if
-    there is one) or a folder. passed_over: folders that are known not to be whole. Raises
-    ValueError."""
+    """Return the checkpoint to continue from, or None to start anew. Raises ValueError.
+
+    resume: --resume, which is "never", "latest", "auto" (the latest, if there is any) or a folder.
+    "latest" and "auto" pass over a checkpoint that is not whole, and take the one before it.
+    passed_over: folders that are known not to be whole."""
     if resume == "never":
         return None
     if resume not in ("auto", "latest"):
         return open_checkpoint(Path(resume))
     for folder in reversed(steps_of(out)):
-        if folder not in passed_over:
-            try:
-                return open_checkpoint(folder)
-            except ValueError as e:
-                print(f"passed over: {e}")
+        if folder in passed_over:
+            continue
+        try:
+            return open_checkpoint(folder)
+        except ValueError as e:
+            print(f"passed over: {e}")
     if resume == "latest":
         raise ValueError(f"--resume {resume}: there is no checkpoint in {out}")
     return None
 
 
 def choose_checkpoint(out: Path, resume: str) -> Checkpoint | None:
-    """Return what find_checkpoint finds on rank 0, with every file read and its checksum compared:
-    each rank reads those of the rank of its number, whose parts it then needs. `auto` and `latest`
-    pass over what is not whole. Raises ConfigError on all ranks. A collective of all ranks."""
+    """Return the checkpoint that find_checkpoint finds on rank 0, after all ranks have compared the
+    checksums of its files. A collective of all ranks. Raises ConfigError on all ranks."""
     passed_over = []
     while True:
-        # rank 0's choice: for a minute, another node may see a shared folder as it was
+        # rank 0 chooses: another node may see an old state of a shared folder for a minute
         saved = on_rank_0(find_checkpoint, out, resume, passed_over)
         if saved is None:
             return None
@@ -535,8 +570,8 @@ def choose_checkpoint(out: Path, resume: str) -> Checkpoint | None:
 
 
 def check_same_model(saved: Checkpoint, model: ModelConfig, may_differ: set[str]) -> None:
-    """Raise ValueError if a checkpoint is of another model. may_differ: fields that flags set, and
-    those that change no weight."""
+    """Raise ValueError if a checkpoint is of another model. may_differ: the fields of ModelConfig
+    that flags set, and those that change no weight."""
     ours = asdict(model)
     theirs = saved.meta["model"]
     wrong = [
@@ -546,27 +581,40 @@ def check_same_model(saved: Checkpoint, model: ModelConfig, may_differ: set[str]
     ]
     if wrong:
         raise ValueError(
-            f"--resume: {saved.folder} is of another model: {', '.join(wrong)}; a "
-            "resume takes the checkpoint's, without --model, --init, --rope-scaling"
+            f"--resume: {saved.folder} is of another model: {', '.join(wrong)}. A resumed run has "
+            "the checkpoint's model: drop --model, --init and --rope-scaling"
         )
 
 
 def prepare_out(out: Path, resumed: Checkpoint | None, trains: bool) -> None:
-    """Clear what a killed run left. If the run that goes on here trains, it goes back to the
-    checkpoint that it resumes: later ones are put aside, and the log ends at its step. Of any other
-    run all is put aside. Raises OSError."""
-    for torn in out.glob("step-*.tmp"):
-        if torn.is_symlink():
-            torn.unlink()  # and not what it leads to
+    """Prepare the folder OUT for a run. Raises OSError.
+
+    What a killed run left unfinished is deleted. Nothing that was saved is deleted: it is moved
+    into OUT/earlier-N.
+
+        the run resumes a checkpoint of OUT, and trains    later checkpoints are moved, and the log
+                                                           ends at the checkpoint's step
+        ... and does not train (--steps 0)                 everything stays
+        any other run                                      everything is moved
+    """
+    for unfinished in out.glob("step-*.tmp"):
+        if unfinished.is_symlink():
+            unfinished.unlink()  # the link, not what it leads to
         else:
-            shutil.rmtree(torn)
-    last = -1
+            shutil.rmtree(unfinished)
+
+    last_step = -1  # what lies after this step is moved
     if resumed and resumed.folder.resolve().parent.samefile(out):
-        last = resumed.meta["step"] if trains else math.inf
-    later = [folder for folder in steps_of(out) if int(folder.name[5:]) > last]
-    if last < 0:
+        last_step = resumed.meta["step"] if trains else math.inf
+    later = [
+        folder for folder in steps_of(out) if int(folder.name.removeprefix("step-")) > last_step
+    ]
+    if last_step < 0:
         later += [*out.glob("log.jsonl"), *out.glob("*.png")]
-    if later:  # before the log is cut, lest it end before a later checkpoint
+
+    # checkpoints are moved before the log is cut, so that a crash leaves no log that ends before a
+    # later checkpoint
+    if later:
         n = 1
         while (out / f"earlier-{n}").exists():
             n += 1
@@ -575,47 +623,49 @@ def prepare_out(out: Path, resumed: Checkpoint | None, trains: bool) -> None:
         for path in later:
             path.rename(aside / path.name)
         print(f"moved {', '.join(path.name for path in later)} to {aside}")
+
     log = out / "log.jsonl"
     if log.exists():
-        kept = [json.dumps(row) + "\n" for row in read_log(log) if row["step"] <= last]
+        kept = [json.dumps(row) + "\n" for row in read_log(log) if row["step"] <= last_step]
         replace_file(log, lambda new: new.write_text("".join(kept)))
 
 
 def read_log(log: Path) -> list[dict]:
-    """Return the rows of a log.jsonl; lines that are none are said. Raises OSError."""
+    """Return the rows of a log.jsonl. A line that is no row is dropped, and printed. Raises
+    OSError."""
     rows = []
     for line in regular(log).read_bytes().splitlines():
         try:
             row = json.loads(line)
-            row["step"] + 0
+            row["step"] + 0  # raises unless it is a number
             rows.append(row)
-        except Exception:  # a crash leaves anything
-            print(f"{log}: dropped what is no step's: {line[:60]}")
+        except Exception:  # a crash may leave any bytes
+            print(f"{log}: dropped a line that is no step's row: {line[:60]}")
     return rows
 
 
 @contextlib.contextmanager
 def locked(out: Path):
-    """Hold OUT for one run. Raises ValueError, with who has it, if another run does. The lock is
-    the system's: it goes with the process, however that ends, so none is ever stale. Storage that
-    has no locks (some shared file systems) is said, and not guarded."""
+    """Hold the folder OUT for one run. Raises ValueError that names the owner if another run holds
+    it. The operating system releases the lock when the process ends in any way, so a lock is never
+    stale. Some shared file systems have no locks: then a warning is printed, and the run goes on."""
     with open_to_append(out / "lock") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             file.seek(0)
             raise ValueError(
-                f"--out {out}: another run writes there ({file.read().strip()}); name another --out"
+                f"--out {out}: another run writes there ({file.read().strip()}). Name another folder"
             ) from None
         except OSError as e:
-            print(f"--out {out}: not guarded against a second run: {e}")
+            print(f"--out {out}: a second run that writes here would not be noticed: {e}")
         file.truncate(0)
         print(
             f"host {os.uname().nodename}, process {os.getpid()}, since {time.ctime()}",
             file=file,
             flush=True,
         )
-        os.fsync(file.fileno())  # other nodes read it
+        os.fsync(file.fileno())  # other nodes read it (check_shared)
         yield
 
 

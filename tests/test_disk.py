@@ -148,7 +148,7 @@ def test_resume_says_what_has_changed(tmp_path, capsys):
     for sentence in (
         "changed: steps 2 -> 3, the data {'files': 1, ",
         f", threads 7 -> {torch.get_num_threads()}\n",
-        "log.jsonl: dropped what is no step's: b'{\"step\": 3, \"lo'",
+        "log.jsonl: dropped a line that is no step's row: b'{\"step\": 3, \"lo'",
     ):
         assert sentence in text
     assert log(out)[:2] == rows and len(log(out)) == 3
@@ -240,4 +240,4 @@ def test_one_run_writes_to_a_folder(tmp_path, monkeypatch, capsys):
 
     monkeypatch.setattr("fcntl.flock", no_locks)
     main(f"{flags} --resume")
-    assert "not guarded against a second run" in capsys.readouterr().out
+    assert "a second run that writes here would not be noticed" in capsys.readouterr().out

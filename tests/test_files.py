@@ -240,8 +240,8 @@ def set_value(*path, value):
 
 META = {
     "absolute name": (rename_file("/etc/00000-passwd"), "names a file '/etc/00000-passwd'"),
-    "name outside": (rename_file("rank-00000/../../x.safetensors"), "which is no checkpoint's"),
-    "name with a line": (rename_file("rank-00000-0.safetensors\n"), "which is no checkpoint's"),
+    "name outside": (rename_file("rank-00000/../../x.safetensors"), "which no checkpoint has"),
+    "name with a line": (rename_file("rank-00000-0.safetensors\n"), "which no checkpoint has"),
     "no files": (set_value("files", value={}), "names no files"),
     "files is a list": (set_value("files", value=[]), "files in meta.json is \\[\\]"),
     "step is a text": (set_value("step", value="1"), "step in meta.json is '1'"),
@@ -301,7 +301,7 @@ def write(folder: Path, parts: list[dict]) -> checkpoint.Checkpoint:
     for rank, of_rank in enumerate(parts):
         path = folder / f"rank-{rank:05d}-0.safetensors"
         places = {
-            name: checkpoint.place_text(StatePart(values, start, shape, True, cut))
+            name: checkpoint.position_text(StatePart(values, start, shape, True, cut))
             for name, (values, start, shape, cut) in of_rank.items()
         }
         tensors = {name: values for name, (values, *_) in of_rank.items()}
@@ -363,15 +363,15 @@ def test_parts_of_any_cut_are_read_by_any_other(tmp_path):
 PLACES = {
     "no JSON": "(0, (6, 4), None)",
     "deep": 100_000 * "[",
-    "start is a text": '{"start": "0", "shape": [24], "cut": null}',
-    "start is huge": '{"start": 1e40, "shape": [24], "cut": null}',
-    "negative": '{"start": -1, "shape": [24], "cut": null}',
-    "no shape": '{"start": 0, "cut": null}',
-    "shape is true": '{"start": 0, "shape": [true], "cut": null}',
-    "cut of a vector": '{"start": 0, "shape": [24], "cut": {"rows": [[0, 3]], "cols": [0, 4]}}',
-    "rows backwards": '{"start": 0, "shape": [6, 4], "cut": {"rows": [[3, 0]], "cols": [0, 4]}}',
-    "rows outside": '{"start": 0, "shape": [6, 4], "cut": {"rows": [[0, 9]], "cols": [0, 4]}}',
-    "no rows": '{"start": 0, "shape": [6, 4], "cut": {"rows": [], "cols": [0, 4]}}',
+    "start is a text": '{"start": "0", "shape": [24], "slice": null}',
+    "start is huge": '{"start": 1e40, "shape": [24], "slice": null}',
+    "negative": '{"start": -1, "shape": [24], "slice": null}',
+    "no shape": '{"start": 0, "slice": null}',
+    "shape is true": '{"start": 0, "shape": [true], "slice": null}',
+    "cut of a vector": '{"start": 0, "shape": [24], "slice": {"rows": [[0, 3]], "cols": [0, 4]}}',
+    "rows backwards": '{"start": 0, "shape": [6, 4], "slice": {"rows": [[3, 0]], "cols": [0, 4]}}',
+    "rows outside": '{"start": 0, "shape": [6, 4], "slice": {"rows": [[0, 9]], "cols": [0, 4]}}',
+    "no rows": '{"start": 0, "shape": [6, 4], "slice": {"rows": [], "cols": [0, 4]}}',
     "code": '__import__("os").mkdir("trap")',
 }
 
