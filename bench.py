@@ -63,6 +63,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
+import costs
 import planner
 import train
 from attention import Attention, pick_kernel
@@ -722,6 +723,7 @@ def chosen(run: Run) -> dict:
 class Table:
     """Rows that are measured one after the other, once per variant."""
 
+    does: str  # what the table measures, as a sentence that is printed before its first row
     # or a function of (bench, the flags that the rows share) that returns them
     rows: list[Row] | Callable[[Bench, str], list[Row]]
     flags: str = ""  # shared by all rows
@@ -735,23 +737,31 @@ def step_rows(bench: Bench, flags: str) -> list[Row]:
     """Return rows of the largest model that fits, and of the longest sequence that it can train on
     in two minutes, warm-up included. That sequence is a power of two times a short one."""
     quick = bench.quick or not bench.gpu
-    max_params = (2e9 if bench.gpu else 1e7) if quick else math.inf
+    max_params = math.inf
+    if quick:
+        max_params = 2e9 if bench.gpu else 1e7
     max_seconds = 4 if quick else 45
 
-    def best_plan(row_flags):
-        try:
+    def best_plan(row_flags: str) -> costs.Plan | None:
+        """Return the plan of these flags, None if they do not fit."""
+        with contextlib.suppress(ConfigError):
             return plan_runs(bench, config(f"{flags} {row_flags}"))[0].plan
-        except ConfigError as e:
-            print0(f"{row_flags}: {e}")
-            return None
 
     short_seq = SHORT_SEQ[bench.device.type]
+    too_large = []
     for name, model in sorted(MODELS.items(), key=lambda item: -param_count(item[1])):
+        if param_count(model) >= max_params:
+            continue
         short = f"--model {name} --seq {short_seq} --batch {bench.world} --os-place gpu"
-        if param_count(model) < max_params and best_plan(short):
+        if best_plan(short):
             break
+        too_large.append(name)
     else:
-        raise ConfigError("no model fits")
+        raise ConfigError(
+            f"table step: none of the models {', '.join(too_large)} fits this machine's memory"
+        )
+    if too_large:
+        print0(f"{', '.join(too_large)} would not fit; {name} is the largest model that does")
 
     rows = [Row("ours", short)]
     if not quick:
@@ -852,8 +862,14 @@ def make_tables(ranks: int, nodes: int, short_seq: int) -> dict[str, Table]:
 
     # fmt: off
     return {
-        "step": Table(step_rows, takes="quick"),
+        "step": Table(
+            f"the largest model that this machine holds, at {short_seq} tokens and at the longest length"
+            " whose rows take at most two minutes",
+            step_rows,
+            takes="quick",
+        ),
         "long": Table(
+            "our step beside FSDP2 and transformers, on one sequence per step",
             [
                 Row("ours"),
                 Row("ours planned memory",          "--memplan on"),
@@ -876,6 +892,7 @@ def make_tables(ranks: int, nodes: int, short_seq: int) -> dict[str, Table]:
             takes="rows model seq batch",
         ),
         "shard": Table(
+            "sharding factors beside those of FSDP2, without recomputation",
             [
                 Row("ours os",                      "--strategy zero1"),
                 Row("ours os inter",                "--strategy zero1 --os-layout inter"),
@@ -894,7 +911,8 @@ def make_tables(ranks: int, nodes: int, short_seq: int) -> dict[str, Table]:
             takes="rows model nodes",
             min_ranks=2,
         ),
-        "overlap": Table(  # as in AMSP, table V
+        "overlap": Table(
+            "the same steps with less and less communication overlapped (AMSP, table V)",
             [
                 Row("all overlaps"),
                 Row("without param_broadcast",      "--overlap param_gather,grad_scatter,grad_reduce"),
@@ -909,6 +927,7 @@ def make_tables(ranks: int, nodes: int, short_seq: int) -> dict[str, Table]:
             min_ranks=2,
         ),
         "ring": Table(
+            "sequences shared by heads (all-to-all) and by context (ring attention)",
             [
                 Row("by heads",                     "--ring 1"),
                 Row("by context",                   f"--ring {max(2, nodes)}"),
@@ -919,6 +938,7 @@ def make_tables(ranks: int, nodes: int, short_seq: int) -> dict[str, Table]:
             min_ranks=2,
         ),
         "parallel": Table(
+            "tensor parallelism and pipelines beside data parallelism",
             [
                 Row("data"),
                 Row("mtp",                          "--tp 2 --tp-mode mtp"),
@@ -932,6 +952,7 @@ def make_tables(ranks: int, nodes: int, short_seq: int) -> dict[str, Table]:
             min_ranks=2,
         ),
         "memplan": Table(
+            "PyTorch's allocators beside planned addresses",
             [
                 Row("caching allocator",            expandable_segments=False),
                 Row("expandable segments"),
@@ -942,8 +963,15 @@ def make_tables(ranks: int, nodes: int, short_seq: int) -> dict[str, Table]:
             takes="rows model seq",
             look=planned_memory,
         ),
-        "plans": Table(plan_rows, variants=seqs[:1], takes="model seq batch tp pp", min_ranks=2),
+        "plans": Table(
+            "the best plans of the planner, each of which it has predicted",
+            plan_rows,
+            variants=seqs[:1],
+            takes="model seq batch tp pp",
+            min_ranks=2,
+        ),
         "trace": Table(
+            "how many milliseconds of communication are exposed, by a profiler",
             [
                 Row("ours os",                      "--strategy zero1"),
                 Row("ours g and os",                "--strategy zero2"),
@@ -955,6 +983,7 @@ def make_tables(ranks: int, nodes: int, short_seq: int) -> dict[str, Table]:
             min_ranks=2,
         ),
         "offload": Table(
+            "optimizer states on the GPU and on the host",
             [
                 Row("as planned"),
                 Row("states on the GPU",            "--os-place gpu"),
@@ -1092,18 +1121,19 @@ def commit() -> str:
 # ---------------------------------------------------------------------------- the program
 
 BENCH_FLAGS = {  # of bench.py -> what --help says
-    "quick": "with a small model, in a minute",
-    "rows": "labels of the rows that are wanted, as 'ours,fsdp2 full'",
-    "seq": "tokens of the sequences, as 64K,128K",
-    "nodes": "split a node's ranks into so many nodes, which reach each other by sockets alone",
+    "quick": "measure a small model, which takes a minute",
+    "rows": "measure only the rows with these labels, for example 'ours,fsdp2 full'",
+    "seq": "tokens per sequence, one or several, for example 64K,128K",
+    "nodes": "split this node's ranks into so many nodes, which reach each other only by sockets",
 }
 TRAIN_FLAGS = {  # of train.py, added to the flags of every row
-    "model": "7b, tiny on a CPU, or this one",
-    "batch": "sequences a step",
-    "tp": "auto: plans of several columns, too",
-    "pp": "auto: plans of several stages, too",
-    "host_memory": "bytes of a node that it may swap to, as 160G (pinning them takes time)",
-    "gpu_memory": "bytes of a GPU that it may use, as 80G, to imitate another",
+    "model": "the model; default: 7b on GPUs, tiny on a CPU",
+    "batch": "sequences per step",
+    "tp": "auto: also measure plans with tensor parallelism",
+    "pp": "auto: also measure plans with a pipeline",
+    "host_memory": "bytes of host memory per node that it may swap to, for example 160G (pinning "
+    "more takes longer)",
+    "gpu_memory": "bytes of GPU memory that it may use, for example 80G to imitate a smaller GPU",
 }
 
 
@@ -1157,8 +1187,8 @@ def check(args: argparse.Namespace, table: Table) -> None:
     for flag in args.given:
         if args.profile or flag not in takes:
             raise ValueError(
-                f"{planner.flag_name(flag)}: table {name} takes "
-                f"{', '.join(map(planner.flag_name, takes))}; --profile none"
+                f"{planner.flag_name(flag)}: table {name} takes only "
+                f"{', '.join(map(planner.flag_name, takes))}, and --profile takes none of them"
             )
     if name == "trace" and not torch.cuda.is_available():
         raise ValueError("table trace measures GPUs, and there are none here")
@@ -1170,11 +1200,13 @@ def check(args: argparse.Namespace, table: Table) -> None:
     for label in listed(args.rows):
         labels = [row.label for row in table.rows]
         if label not in labels:
-            raise ValueError(f"--rows {label}: of {', '.join(labels)}")
+            raise ValueError(
+                f"--rows {label}: there is no such row; the rows are {', '.join(labels)}"
+            )
         if label.startswith("transformers") and world > 1:
-            raise ValueError(f"--rows {label}: that model runs on one rank")
+            raise ValueError(f"--rows {label}: transformers' model runs on one rank, not {world}")
     if args.nodes and args.nodes not in map(str, planner.divisors(world)):
-        raise ValueError(f"--nodes {args.nodes}: a divisor of {world} ranks")
+        raise ValueError(f"--nodes {args.nodes} must divide the {world} ranks")
     for seq in listed(args.seq) or ["4K"]:
         config(f"{args.flags} --seq {seq}")
 
@@ -1188,6 +1220,8 @@ def measure_table(bench: Bench, args: argparse.Namespace) -> None:
     """Measure a table: all of its rows or those of --rows, at its own lengths or those of --seq.
     Ctrl-C ends the process; the rows that were measured until then are written."""
     table = tables_here()[args.table]
+    print0(f"Table {args.table}: {table.does}. {duration(args, bench)}")
+    print0(f"Each row is written to {bench.file} when it is done; Ctrl-C keeps those that are.")
     model = "7b" if bench.gpu else "tiny"
     stopped = False
     try:
@@ -1210,6 +1244,17 @@ def measure_table(bench: Bench, args: argparse.Namespace) -> None:
     print0(json.dumps(bench.about | {"rows": bench.rows}))
     if stopped:  # at once: in a collective, other ranks may wait for this one
         os._exit(130)
+
+
+def duration(args: argparse.Namespace, bench: Bench) -> str:
+    """Return how long a table takes, as a sentence."""
+    if args.table == "step":
+        return (
+            f"This takes {'a minute' if args.quick or not bench.gpu else 'less than ten minutes'}."
+        )
+    return (
+        "A row takes about a minute with its warm-up, and several where a step takes many seconds."
+    )
 
 
 def write_profile(bench: Bench) -> None:
