@@ -183,15 +183,18 @@ REFUSED = [
     ("bench.py trace", "table trace measures GPUs, and there are none here"),
     ("bench.py ring", "table ring needs 2 ranks or more: torchrun --nproc_per_node 2 bench.py"),
     ("bench.py steps", "invalid choice: 'steps' .*choose from '?step'?, '?long"),
-    ("bench.py step --nodes 0", "--nodes: table step takes --quick, --host-memory"),
+    ("bench.py step --nodes 0", "--nodes: table step takes only --quick, --host-memory"),
     ("bench.py step --seq 64K", "--seq: table step takes"),
     ("bench.py step --profile new", "--profile: not allowed with argument table"),
     ("bench.py --profile new --quick", "--quick: table step takes only .*--profile takes none"),
     ("bench.py long --seq 0", "--seq 0: from 1 to"),
-    ("bench.py long --rows foo", "--rows foo: there is no such row; the rows are ours, ours planned memory, ours full"),
+    (
+        "bench.py long --rows foo",
+        "--rows foo: there is no such row; the rows are ours, ours planned memory, ours full",
+    ),
     ("bench.py step --skip foo", "unrecognized arguments: --skip foo"),
     ("bench.py step --gpu-memory -1", "--gpu-memory -1: from 1"),
-    ("bench.py --gpu-memory 1M --out new", "no model fits"),
+    ("bench.py --gpu-memory 1M --out new", "none of the models .* fits this machine"),
     ("bench.py --out big.bin/x", "big.bin/x cannot be written.*name another"),
 ]
 
