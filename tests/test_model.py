@@ -73,7 +73,7 @@ def test_first_weights():
     """A product is as large as its input, and what writes into the residual stream adds up to its
     size. Catches a first product or a residual sum of the wrong size."""
     with torch.device("meta"):
-        starts = m.LLaMA(m.MODELS["1b"]).starts
+        starts = m.LLaMA(m.MODELS["1b"]).weight_init
     for name, cols, std in (
         ("embed", 2048, 1),
         ("head", 2048, 2048**-0.5),
