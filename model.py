@@ -1,5 +1,9 @@
 """LLaMA on one device: its sizes (ModelConfig), one layer (Block), the whole model (LLaMA).
 
+Legend: B sequences, T tokens per sequence, N = B*T, C width, H query heads, K key/value heads, D
+head width, F MLP width, V vocabulary, L layers; p, g AMSP's sharding factors of parameters and
+gradients (shard.py).
+
     model = LLaMA(MODELS["tiny"])
     model.init_weights(seed=0)
     loss = model(tokens, labels)        # tokens, labels: (B, T) integers
@@ -30,7 +34,7 @@ The model knows neither ranks nor streams. Other files act on it from outside, i
                               embed_tokens, run_layers and apply_head itself. shard.py replaces
                               the weights by views of its buffers.
 
-offload.py also runs layers again in backward. It tells the operators so in two contexts,
+In backward, offload.py runs a layer's operators by hand. It tells them so in two contexts,
 ops.recomputation and ops.deferred_weight_grads.
 
 What happens when layer i runs, in which file and function. First for a layer that runs whole, on
@@ -84,9 +88,6 @@ none of their operators runs.
 
 Left out: dropout, mixture of experts, inference caches, other biases, and tied heads (an import
 copies the embedding to a head of its own). hf.py reads and writes files.
-
-Legend: B sequences, T tokens per sequence, N = B*T, C width, H query heads, K key/value heads, D
-head width, F MLP width, V vocabulary, L layers. x|y are x and y in one tensor, side by side.
 """
 
 import functools

@@ -1,14 +1,19 @@
 """The operators that a layer is written in: norm, projection, rotary embedding, SwiGLU, loss.
 
+Legend: B sequences, T tokens per sequence, N = B*T, C width, H query heads, K key/value heads, D
+head width, F MLP width, V vocabulary. dy is the gradient of the loss with respect to y; x|y are x
+and y in one tensor, side by side.
+
 model.Block uses these operators. They work on each token separately; only attention (attention.py)
 mixes tokens. Each has a forward and a backward written by hand, for one reason: to choose what
-autograd saves. It saves only Memo's skeletal activations and single numbers such as 1 / rms(x):
+autograd saves. Of a layer it saves only Memo's skeletal activations, and one number per token and
+norm, 1 / rms(x):
 
     x, q, k, v, o, h, gate|up       h is the residual stream after attention
 
 Backward computes everything else again. Norms and SwiGLU, for example, are computed again by the
-kernel that computes their gradients. In bf16 a 7B layer saves 2 (6 C + 2 F) bytes per token, or 91
-KiB (C = 4096, F = 11008).
+kernel that computes their gradients. In bf16 the skeletal activations of a 7B layer take 2 (6 C +
+2 F) bytes per token, or 91 KiB (C = 4096, F = 11008).
 
 All matrices go through one function, project(matrix, prologue, *inputs) = prologue(*inputs) W^T. A
 Prologue computes the left factor of the product, and backward computes it again:
@@ -32,10 +37,6 @@ offload.py runs these operators by hand, inside a backward pass. Two contexts te
 `recomputation` (a forward pass runs again) and `deferred_weight_grads` (dW is computed later, when
 its products hide communication). `run_detached` gives a chunk of tokens an autograd graph of its
 own.
-
-Legend: B sequences, T tokens per sequence, N = B*T, C width, H query heads, K key/value heads, D
-head width, F MLP width, V vocabulary. dy is the gradient of the loss with respect to y; x|y are x
-and y in one tensor, side by side.
 """
 
 import contextlib
