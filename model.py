@@ -1,85 +1,93 @@
-"""LLaMA on one device: its sizes, one layer (Block), the model around the layers (LLaMA).
+"""LLaMA on one device: its sizes (ModelConfig), one layer (Block), the whole model (LLaMA).
 
-A layer works on each token separately, except for attention. The code is cut along that line:
-
-    q, k, v = block.pre(x, positions)      norm, qkv projection, rotary embedding       per token
-    o, lse  = attention(q, k, v)           the only operator that mixes tokens
-    y       = block.post(x, o, positions)  output projection, norm, SwiGLU, residuals   per token
+Legend: B sequences, T tokens per sequence, N = B*T, C width, H query heads, K key/value heads, D
+head width, F MLP width, V vocabulary, L layers; p, g AMSP's sharding factors of parameters and
+gradients (shard.py).
 
     model = LLaMA(MODELS["tiny"])
     model.init_weights(seed=0)
     loss = model(tokens, labels)        # tokens, labels: (B, T) integers
 
-The model knows neither ranks nor streams. The other files act on it from outside, through these
-places (and offload.py tells operators through ops.recomputation and ops.deferred_weight_grads what
-a backward by hand wants of them):
+A layer works on each token separately, except for attention. So it has three parts:
 
-    matrix.events          raised where a weight is used (ops.PlainEvents): shard.py gathers the
-                           weight and reduces its gradient there
-    matrix.tp_input ...    called around a projection, with tp_output and tp_prologue: tensor.py exchanges tokens
-                           between the ranks that share a matrix
-    model.attention        q, k, v -> o, lse: attention.py's kernels, also over several ranks; its
-                           `within` gives the attention of a micro-batch's documents
-    model.layer_runner     called at the start of a forward pass, returns run_layer(i, x) -> y:
-                           offload.py runs layers in chunks of tokens
-    its parts and weights  pipeline.py drops the layers of other stages, and calls embedded,
-                           run_layers and result itself; shard.py replaces the weights by views of
-                           its buffers
-    model.select_tp_tokens       positions -> those of x's tokens, where tensor.py splits tokens
+    q, k, v = block.pre(x, positions)      norm, qkv projection, rotary embedding       per token
+    o, lse  = attention(q, k, v)           mixes tokens; lse: log-sum-exp of the scores
+    y       = block.post(x, o, positions)  output projection, norm, SwiGLU, residuals   per token
 
-A call trace of layer i, with the file and the function of each step. Whole layers:
+To change a layer, edit class Block and no other: chunks, swapping, recomputation and sharding
+follow. Block's docstring says what a layer may do, with two examples.
 
-    forward    model.LLaMA.run_layers                     x = run_layer(i, x)
-               model.run_block                          pre, attention, post
+The model knows neither ranks nor streams. Other files act on it from outside, in these places:
+
+    matrix.events             Each use of a weight calls it (ops.PlainEvents). shard.py gathers the
+                              weight there, and reduces its gradient.
+    matrix.tp_input,          Called on a projection's input, output and prologue. tensor.py
+      tp_output, tp_prologue  exchanges tokens there between the ranks that share the matrix.
+    model.select_tp_tokens    Returns the positions of x's tokens, out of those of all tokens on
+                              this rank. They differ if tensor.py splits the tokens between layers.
+    model.attention           (q, k, v) -> (o, lse). attention.py puts its kernels here, on one rank
+                              or several. with_documents() returns the attention of a micro-batch
+                              whose tokens attend only to their own document.
+    model.layer_runner        Called when a forward pass begins; returns run_layer(i, x) -> y.
+                              offload.py runs layers in chunks of tokens here.
+    the modules themselves    pipeline.py removes the layers of other stages, and calls
+                              embed_tokens, run_layers and apply_head itself. shard.py replaces
+                              the weights by views of its buffers.
+
+In backward, offload.py runs a layer's operators by hand. It tells them so in two contexts,
+ops.recomputation and ops.deferred_weight_grads.
+
+What happens when layer i runs, in which file and function. First for a layer that runs whole, on
+all of its tokens at a time:
+
+    forward    model.LLaMA.run_layers                 x = run_layer(i, x)
+               model.run_block                        pre, attention, post
                  model.Block.pre
-                   ops.project(qkv, norm, x, ...)         matrix.tp_input: nothing, or tensor.TensorParallel
-                     ops._Project.forward                 n = norm(x)
-                       shard.States.unshard(qkv)          launches the gathers of layer i + 1 (if
-                                                          p > 1), and waits until W is here
-                                                          y = n W^T; autograd saves x and 1 / rms,
-                                                          never W or n
-                   ops._SplitRotate.forward               q, k, v
-                 attention.Attention.forward              heads travel, a kernel runs, o travels
-                 model.Block.post                         out, gate_up, down by ops.project; behind
-                                                          out and down matrix.tp_output
+                   ops.project(qkv, norm, x, ...)     matrix.tp_input: nothing, or tensor.py's
+                     ops._Project.forward             n = norm(x)
+                       shard.States.unshard(qkv)      launches the gathers of layer i + 1 (if
+                                                      p > 1), and waits for its own W
+                                                      y = n W^T; autograd saves x and 1 / rms,
+                                                      but neither W nor n
+                   ops.split_rotate                   q, k, v
+                 attention.Attention.forward          exchanges heads, runs a kernel, exchanges o
+                 model.Block.post                     ops.project of out, gate_up and down; after
+                                                      out and down, matrix.tp_output
 
-    backward   ops._Project.backward(down)                autograd calls it, last operator first
-                 shard.States.unshard(down)               W again: gathered ahead, a matrix earlier
-                                                          da = dy W; SwiGLU again, and its gradient
-                 ops.weight_grad                          dW = dy^T a, by way of an event:
-                   shard.States.add_grad(down)            computes dW into a buffer
-                     shard.States.scatter_unit            when dW is complete, launches
-                       shard.States.scatter_grad          its reduction to the rank's shard (if
-                                                          g > 1), and after the last micro-batch
-                       shard.States.reduce_unit           the sum over replicas
-               ...                                        gate_up, out
-               attention.Attention.backward               dq, dk, dv
-               ops._SplitRotate.backward
-               ops._Project.backward(qkv)                 dx
+    backward   ops._Project.backward(down)            autograd calls the last operator first
+                 shard.States.unshard(down)           W again, whose gather was launched one
+                                                      matrix earlier
+                                                      da = dy W; SwiGLU again, and its gradient
+                 ops.add_weight_grad                  dW = dy^T a, through an event:
+                   shard.States.add_grad(down)        computes dW into a buffer
+                     shard.States.scatter_unit        when dW is complete, launches
+                       shard.States.scatter_grad      its reduction to the rank's shard (if
+                                                      g > 1), and after the last micro-batch
+                       shard.States.reduce_unit       the sum over replicas
+               ...                                    the same for gate_up and out
+               attention.Attention.backward           dq, dk, dv
+               ops._SplitRotate.backward              dqkv
+               ops._Project.backward(qkv)             dx
 
-In chunks of tokens, if the plan says so, the layer_runner is offload.ChunkedLayers.start, and
-ops.CustomGradient is what autograd calls:
+If the plan asks for chunks of tokens, model.layer_runner is offload.ChunkedLayers.start, and each
+layer is one ops.CustomGradient for autograd:
 
-    forward    offload.ChunkedLayers.forward              pre by chunks, attention, post by chunks;
-                                                          `offload` then launches the copy of a
-                                                          swapped layer to the host
-    backward   offload.ChunkedLayers.backward             enter_group launches the next prefetch,
-                                                          and waits for this layer's; pre runs
-                                                          again on chunks that were not saved
-                 attention.Attention.backward             calls backward_post first (make_dout): post
-                                                          again on such chunks, then o's gradient
-                 offload.ChunkedLayers.backward_pre       dx
+    forward    offload.ChunkedLayers.forward          pre in chunks, attention, post in chunks;
+                                                      then `offload` launches the copy of a
+                                                      swapped layer to the host
+    backward   offload.ChunkedLayers.backward         enter_group launches the next prefetch and
+                                                      waits for this layer's; pre runs again on
+                                                      the chunks that were not saved
+                 attention.Attention.backward         first calls backward_post (as make_dout),
+                                                      which runs post again on such chunks and
+                                                      returns o's gradient
+                 offload.ChunkedLayers.backward_pre   dx
 
-Another layer changes class Block only; chunks, swapping, recomputation and sharding follow. Its
-operators may be any of PyTorch's that work on each token separately and draw no random numbers,
-since they may run again. Biases on q, k, v (Qwen2) and norms on q and k (Qwen3) are fields of
-ModelConfig; without them, none of their operators runs.
+Biases of q, k, v (Qwen2) and norms of q and k (Qwen3) are fields of ModelConfig. If they are off,
+none of their operators runs.
 
-Left out: dropout, mixture of experts, inference caches, biases elsewhere, tied heads (untied on
-import). hf.py reads and writes files.
-
-Legend: B sequences, T tokens per sequence, N = B*T, C width, H query heads, K key/value heads, D
-head width, F MLP width, V vocabulary, L layers.
+Left out: dropout, mixture of experts, inference caches, other biases, and tied heads (an import
+copies the embedding to a head of its own). hf.py reads and writes files.
 """
 
 import functools
@@ -99,15 +107,15 @@ from ops import (
     Positions,
     Prologue,
     Vector,
-    _Embedding,
-    _HeadLoss,
-    _SplitRotate,
     accumulation_dtype,
+    embedding,
+    head_loss,
     identity,
     norm_backward,
     norm_forward,
     project,
     rms_norm,
+    split_rotate,
 )
 
 # ---------------------------------------------------------------------------- sizes
@@ -124,16 +132,20 @@ class ModelConfig:
     head_dim: int = 128  # D
     norm_eps: float = 1e-5
     rope_theta: float = 10000.0
-    # Hugging Face's keys; empty: none. Not hashed, since a dict cannot be
+    # how rotary frequencies are scaled, in Hugging Face's keys; {}: not at all. A dict has no hash,
+    # so the field is no part of ModelConfig's
     rope_scaling: dict = field(default_factory=dict, hash=False)
-    max_positions: int = 4096  # the length that the weights were trained at, x scaling's factor
-    tied: bool = False  # the head was imported from the embedding; here they are two matrices
-    qkv_bias: bool = False  # q, k and v have biases (Qwen2)
-    qk_norm: bool = False  # each head of q and k is normalised before it is turned (Qwen3)
+    max_positions: int = 4096  # the trained length, times the factor of rope_scaling
+    tied: bool = False  # the imported head was the embedding; here they are two matrices
+    qkv_bias: bool = False  # biases of q, k and v (Qwen2)
+    qk_norm: bool = False  # norms of each head of q and k, before the rotation (Qwen3)
 
     def __post_init__(self):
-        """Raise ValueError for what would be computed wrongly in silence: where kv_heads does not
-        divide heads, the CPU's attention reads the next token's heads."""
+        """Raise ValueError for sizes that no kernel computes.
+
+        Without this check some of them give wrong results and no error: if kv_heads does not divide
+        heads, attention on the CPU reads the next token's heads.
+        """
         if self.heads % self.kv_heads:
             nearest = min(divisors(self.heads), key=lambda n: abs(n - self.kv_heads))
             raise ValueError(
@@ -142,7 +154,7 @@ class ModelConfig:
             )
         if self.head_dim % 2:
             raise ValueError(
-                f"head_dim is {self.head_dim}: rotary embedding turns pairs, so it is "
+                f"head_dim is {self.head_dim}, but rotary embedding rotates pairs, so it must be "
                 f"even; nearest: {self.head_dim + 1}"
             )
         kind = rope_kind(self.rope_scaling)
@@ -154,23 +166,40 @@ class ModelConfig:
 
 
 class Block(nn.Module):
-    """One layer. This is the only class that you edit to change a layer: chunks, swapping,
-    recomputation and sharding follow, since they act on what autograd saves and on the events of a
-    Matrix. Matrices
-    are defined in the order of their use, by which they are gathered. A Matrix or a Vector says
-    what its weight begins as; hf._HF says what the weight is called in Hugging Face's files.
+    """One layer. This is the only class that you edit to change a layer.
 
-    A norm behind the layer (a sandwich), say, is a vector in __init__, and a line in post:
+    Chunks, swapping, recomputation and sharding follow by themselves. They act on what autograd
+    saves and on the events of a Matrix, whatever the block computes.
 
-        self.last_norm = Vector(cfg.dim, "norm")        # in files: hf._HF
+    Weights. A large weight is a Matrix, which is sharded; a small one is a Vector. Both say how a
+    fresh weight starts. Define matrices in the order of their use, because they are gathered in
+    this order. hf._HF has the weights' names in Hugging Face's files.
+
+    What pre and post may do. They may use any operator of PyTorch's that works on each token
+    separately and draws no random numbers, since they may run again in backward.
+        - They get a chunk of tokens at a time: only attention mixes tokens.
+        - A layer reads nothing of other layers, and all layers are alike.
+        - The shapes of what autograd saves do not depend on data.
+        - With --tp, a rank has only some of the heads and of the F features: only a matrix product
+          may sum over them.
+
+    Example 1, a norm at the end of a layer. One vector in __init__, and another last line of post:
+
+        self.last_norm = Vector(cfg.dim, "norm")
         ...
         y = h + project(self.down, SWIGLU, gate_up)
         return x + rms_norm(y, self.last_norm.weight, self.cfg.norm_eps)
 
-    A new weight is a Matrix if it is large, so that it is sharded, and a Vector if it is small.
-    Chunks call pre and post of some tokens each: nothing but attention mixes tokens, a layer sees
-    no other layer, all are alike, and shapes of what autograd saves do not depend on data. Under
-    --tp a column has some heads and features: nothing but a product sums over them.
+    Example 2, GELU instead of SwiGLU: gated, a = gelu(gate) * up, or not gated, a = gelu(up).
+
+                            gated                       not gated
+        a Prologue (ops)    GEGLU, made like SWIGLU     GELU, as in Prologue's docstring
+        gate_up here        stays, (2F, C)              Matrix(cfg.ffn, cfg.dim, cut="rows"), (F, C)
+        last line of post   project(down, GEGLU, ...)   project(down, GELU, ...)
+        files (hf.py)       "hidden_act": "gelu", in    none: no family that hf.py knows has such a
+                            _FIXED and export_config    layer, so imports and exports are refused
+        seconds (costs.py)  the SwiGLU rows of the tables above layer_tensors, and gate_up's width
+        tests (test_all.py) the same change in PlainLayer, with which the tests compare a model
     """
 
     def __init__(self, cfg: ModelConfig):
@@ -188,21 +217,23 @@ class Block(nn.Module):
         self.norm2 = Vector(cfg.dim, "norm")
         self.gate_up = Matrix(2 * cfg.ffn, cfg.dim, cut="rows", parts=2 * (cfg.ffn,))
         self.down = Matrix(cfg.dim, cfg.ffn, cut="columns", residual=True)
-        self.norm = Prologue(  # of x and the norm's weight
+        self.norm = Prologue(  # its inputs: x and the norm's weight
             lambda x, weight: norm_forward(x, weight, cfg.norm_eps), norm_backward
         )
 
     @property
     def heads(self) -> tuple[int, int, int]:
-        """Return how many of q, k and v the matrices here make."""
+        """Return how many heads of q, k and v this rank computes: all, or its share with --tp."""
         width = self.cfg.head_dim
         q = self.out.shape[1] // width
         kv = (self.qkv.shape[0] // width - q) // 2
         return q, kv, kv
 
     def pre(self, x: Tensor, positions: Positions):
-        """x (B, T, C) -> q (B, T, H, D), k, v (B, T, K, D). T tokens of a sequence, not all of
-        them: `positions` says which."""
+        """Compute q (B, T, H, D) and k, v (B, T, K, D) from the layer's input x (B, T, C).
+
+        The T tokens may be a part of a sequence; `positions` says which these are.
+        """
         eps = self.cfg.norm_eps
         heads = self.heads
         qkv = project(self.qkv, self.norm, x, self.norm1.weight)
@@ -214,19 +245,24 @@ class Block(nn.Module):
             q = rms_norm(q.contiguous(), self.q_norm.weight, eps)
             k = rms_norm(k.contiguous(), self.k_norm.weight, eps)
             qkv = torch.cat((q, k, v), 2)
-        return _SplitRotate.apply(qkv, positions.cos, positions.sin, heads)
+        return split_rotate(qkv, positions.cos, positions.sin, heads)
 
     def post(self, x: Tensor, o: Tensor, positions: Positions) -> Tensor:
-        """The layer's input x (B, T, C) and attention output o (B, T, H, D) -> y (B, T, C). T
-        tokens of a sequence, not all of them: `positions` says which."""
+        """Compute the layer's output y (B, T, C) from its input x (B, T, C) and attention's output
+        o (B, T, H, D).
+
+        The T tokens may be a part of a sequence; `positions` says which these are.
+        """
         h = x + self.out(o.flatten(2))
         gate_up = project(self.gate_up, self.norm, h, self.norm2.weight)
         return h + project(self.down, SWIGLU, gate_up)
 
 
 class PlainAttention:
-    """Causal attention of (B, T, heads, D) tensors by PyTorch's own function, without documents.
-    attention.Attention, which can be called in the same way, has kernels, documents and ranks."""
+    """Causal attention by PyTorch's own function, on one device and without documents.
+
+    attention.Attention is called in the same way, and adds kernels, documents and ranks.
+    """
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, None]:
         inputs = (x.transpose(1, 2) for x in (q, k, v))  # (B, heads, T, D)
@@ -234,7 +270,7 @@ class PlainAttention:
         return o.transpose(1, 2), None
 
     def of_layer(self, i: int) -> "PlainAttention":
-        """Return the attention of layer i: here all are alike."""
+        """Return the attention of layer i. Here all layers have the same."""
         return self
 
 
@@ -242,16 +278,16 @@ plain_attention = PlainAttention()
 
 
 class LLaMA(nn.Module):
-    """The model around its layers.
+    """The whole model: embedding, layers, final norm, head and loss.
 
-    attention: called with (q, k, v), returns (o, lse). Its of_layer(i) is the attention of layer i,
-    and its with_documents(documents) that of a micro-batch whose tokens attend inside documents only.
+    attention: (q, k, v) -> (o, lse). It also has two methods: of_layer(i) returns the attention of
+    layer i. with_documents(documents) returns the attention of a micro-batch whose tokens attend
+    only to their own document.
     """
 
-    labels_ahead = 1  # labels of each token: the next token; n: the n tokens that follow it
-    select_tp_tokens = staticmethod(
-        identity
-    )  # of the positions of all tokens here, those of x's tokens
+    labels_ahead = 1  # labels per token: 1 is the next token, n are the next n tokens
+    # positions of all tokens on this rank -> positions of x's tokens
+    select_tp_tokens = staticmethod(identity)
 
     def __init__(self, cfg: ModelConfig, attention: Callable = plain_attention):
         super().__init__()
@@ -265,34 +301,35 @@ class LLaMA(nn.Module):
 
     @functools.cached_property
     def shapes(self) -> dict[str, tuple]:
-        """Of the whole model's weights, asked for before it is cut. Raises ValueError if two
-        modules share one: each would get its own."""
+        """Return the shape of each weight by name. Read this before tensor.py splits the model.
+
+        Raises ValueError if two modules share a weight, because each would get its own.
+        """
         shapes = {name: tuple(p.shape) for name, p in self.named_parameters()}
         for path, module in self.named_modules():
             for name, _ in module.named_parameters(path, recurse=False):
                 if name not in shapes:
                     raise ValueError(
-                        f"{name} is another module's weight: use one Vector module in "
-                        "both places, or two matrices"
+                        f"{name} is another module's weight, too. Weights cannot be shared: use "
+                        "one Vector module in both places, or two matrices"
                     )
         return shapes
 
     @functools.cached_property
-    def starts(self) -> dict[str, tuple[float, float]]:
-        """Of the whole model's weights, by name: the mean and the standard deviation of a fresh
-        one, as its module says (Matrix, Vector). Asked for before the model is cut."""
-        starts = {}
+    def weight_init(self) -> dict[str, tuple[float, float]]:
+        """Return (mean, std) of each fresh weight by name. Read this before the model is split."""
+        weight_init = {}
         for path, module in self.named_modules():
             if isinstance(module, Vector):
-                starts[f"{path}.weight"] = module.start, 0.0
+                weight_init[f"{path}.weight"] = module.start, 0.0
             if isinstance(module, Matrix):
                 shrink = math.sqrt(2 * self.cfg.layers) if module.residual else 1.0
-                starts[f"{path}.weight"] = 0.0, module.std / shrink
-        return starts
+                weight_init[f"{path}.weight"] = 0.0, module.std / shrink
+        return weight_init
 
     def init_weights(self, seed: int) -> None:
         for name, p in self.named_parameters():
-            p.data.copy_(initial_weight(name, p.shape, self.starts[name], seed, p.device))
+            p.data.copy_(initial_weight(name, p.shape, self.weight_init[name], seed, p.device))
 
     def forward(
         self,
@@ -303,46 +340,61 @@ class LLaMA(nn.Module):
         documents=None,
         per_token: bool = False,
     ) -> Tensor:
-        """Return logits (B, T, V) without labels, else the sum of the valid tokens' losses * scale;
-        if per_token, each token's loss (B, T) instead, without gradients: ignored tokens have 0.
+        """Return the logits (B, T, V), or the loss if there are labels.
 
-        tokens, labels (B, T); labels equal to IGNORE do not count. scale: a 0-dim tensor, by
-        default 1 / (valid tokens here). If you split a batch, pass 1 / (valid tokens of the whole
-        batch) with every part: losses and gradients then add up. positions (T,), or (B, T): by
-        default 0 ... T-1. documents: where they lie (attention.Documents).
+        The loss is the sum over valid tokens of cross-entropy * scale. With per_token=True it is
+        the cross-entropy of each token (B, T) instead, without gradients: 0 for ignored tokens.
 
-        A stage of a pipeline does not call this. It calls embedded, run_layers and result, so a
-        fork changes those three.
+        tokens (B, T)       integers
+        labels (B, T)       integers; a label that equals IGNORE does not count
+        scale               0-dim tensor; 1 / (number of valid tokens in this call) by default. If
+                            you split a batch, pass 1 / (valid tokens of the whole batch) with each
+                            part. Then losses and gradients of the parts add up.
+        positions           (T,) or (B, T); 0 ... T-1 by default
+        documents           where documents begin and end (attention.Documents), if tokens attend
+                            only to their own document
+
+        A stage of a pipeline does not call forward. It calls the three methods below, so a fork
+        changes those: embed_tokens, run_layers and apply_head.
         """
         if positions is None:
             positions = torch.arange(tokens.shape[1], device=tokens.device)
-        own = self.select_tp_tokens(positions)
-        x = self.embedded(tokens, own)
+        x_positions = self.select_tp_tokens(positions)
+        x = self.embed_tokens(tokens, x_positions)
         layers = range(len(self.blocks))
         x = self.run_layers(layers, self.layer_runner, x, positions, documents)
-        return self.result(x, labels, scale, per_token, own)
+        return self.apply_head(x, labels, scale, per_token, x_positions)
 
-    def embedded(self, tokens: Tensor, positions: Tensor) -> Tensor:
-        """Return what the first layer takes, (B, T, C). T tokens of a sequence, not all of them:
-        positions (T,), or (B, T), says which."""
-        return _Embedding.apply(self.embed.weight, tokens, self.embed)
+    def embed_tokens(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        """Return the first layer's input (B, T, C).
+
+        The T tokens may be a part of a sequence; positions (T,) or (B, T) says which these are.
+        """
+        return embedding(self.embed, tokens)
 
     def run_layers(
-        self, layers: Iterable[int], start: Callable, x: Tensor, positions: Tensor, documents=None
+        self,
+        layers: Iterable[int],
+        layer_runner: Callable,
+        x: Tensor,
+        positions: Tensor,
+        documents=None,
     ) -> Tensor:
-        """Return the last layer's result, of x (B, T, C) before the first. start: a
-        layer_runner."""
+        """Run the layers with these numbers on x (B, T, C); return the last layer's output.
+
+        layer_runner(model, positions, attention) returns run_layer(i, x) -> y: see `run_blocks`.
+        """
         cos, sin = rope_tables(self.cfg, positions, accumulation_dtype(x.dtype))
-        places = Positions(cos, sin, positions, self.select_tp_tokens(positions))
+        token_positions = Positions(cos, sin, positions, self.select_tp_tokens(positions))
         attention = self.attention
-        if documents is not None:  # attention.py's
+        if documents is not None:
             attention = attention.with_documents(documents)
-        run_layer = start(self, places, attention)
+        run_layer = layer_runner(self, token_positions, attention)
         for i in layers:
             x = run_layer(i, x)
         return x
 
-    def result(
+    def apply_head(
         self,
         x: Tensor,
         labels: Tensor | None,
@@ -352,45 +404,51 @@ class LLaMA(nn.Module):
     ) -> Tensor:
         """Apply the final norm and the head to x (B, T, C); same return value as forward().
 
-        T tokens of a sequence, not all of them: positions (T,), or (B, T), says which, and the
-        label after a token's own may lie on another rank. A model that predicts more than the next
-        token sets `labels_ahead`, and gets labels (B, T, labels_ahead)."""
+        The T tokens may be a part of a sequence; positions (T,) or (B, T) says which these are.
+        So do not shift labels: the label after a token's own may lie on another rank. A model that
+        predicts more than the next token sets `labels_ahead`, and gets labels (B, T, labels_ahead).
+        """
         x = rms_norm(x, self.norm.weight, self.cfg.norm_eps)
         if labels is None:
             return self.head(x)
         if scale is None:
             valid = (labels != IGNORE).sum().clamp(min=1)
             scale = 1 / valid.to(accumulation_dtype(x.dtype))
-        loss, losses = _HeadLoss.apply(
+        loss, losses = head_loss(
+            self.head,
             x.flatten(0, 1),
-            self.head.weight,
             labels.flatten(),
             scale,
-            self.head,
-            torch.is_grad_enabled(),
+            differentiate=torch.is_grad_enabled(),
         )
         return losses.view_as(labels) if per_token else loss
 
     def forward_backward(self, micro_batches: Iterable[tuple]) -> Tensor:
-        """Run a step's micro-batches, each the arguments of `forward`, one after the other; the
-        gradients add up. Returns the sum of their losses."""
+        """Run forward and backward of a step's micro-batches; return the sum of their losses.
+
+        Each micro-batch is a tuple of forward's arguments. Their gradients add up.
+        """
         loss = 0.0
         for micro_batch in micro_batches:
-            part = self(*micro_batch)
-            part.backward()
-            loss += part.detach()
+            micro_batch_loss = self(*micro_batch)
+            micro_batch_loss.backward()
+            loss += micro_batch_loss.detach()
         return loss
 
 
 def run_block(block: Block, x: Tensor, positions: Positions, attention: Callable) -> Tensor:
-    """x (B, T, C) -> y (B, T, C); autograd keeps what operators save."""
+    """Run one layer on all of its tokens, x (B, T, C) -> y (B, T, C), under autograd."""
     o, _ = attention(*block.pre(x, positions))
     return block.post(x, o, positions)
 
 
 def run_blocks(model: "LLaMA", positions: Positions, attention: Callable) -> Callable:
-    """Return the layer_runner's run_layer for whole layers."""
-    return lambda i, x: run_block(model.blocks[i], x, positions, attention.of_layer(i))
+    """Return run_layer(i, x) -> y, which runs layer i whole. This is the default layer_runner."""
+
+    def run_layer(i: int, x: Tensor) -> Tensor:
+        return run_block(model.blocks[i], x, positions, attention.of_layer(i))
+
+    return run_layer
 
 
 # ---------------------------------------------------------------------------- sizes and counts
@@ -400,16 +458,17 @@ def divisors(count: int) -> list[int]:
     return [n for n in range(1, count + 1) if count % n == 0]
 
 
-ROPE_KEYS = {  # kind of rotary scaling: what its frequencies depend on, in Hugging Face's words
+# A rotary scaling is a dictionary {"rope_type": kind, key: value, ...}, as in Hugging Face's files.
+ROPE_KEYS = {  # kind: the keys that its frequencies need
     "linear": ("factor",),
     "llama3": ("factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor"),
     "yarn": ("factor", "original_max_position_embeddings"),
 }
-ROPE_OPTIONS = ("beta_fast", "beta_slow", "attention_factor")  # of yarn; they have defaults
+ROPE_OPTIONS = ("beta_fast", "beta_slow", "attention_factor")  # further keys of yarn, with defaults
 
 
 def rope_kind(scaling: dict) -> str:
-    """Return the kind of a rotary scaling; older files call it type."""
+    """Return the kind of a rotary scaling. Older files call the key "type"."""
     return scaling.get("rope_type", scaling.get("type", "default"))
 
 
@@ -428,13 +487,13 @@ MODELS = {  #                   V       C     L   H   K   F
 
 
 def param_count(cfg: ModelConfig) -> int:
-    """Return the number of parameters, counted layer by layer as a model on meta has them."""
+    """Return the number of parameters, counted on a model on the meta device."""
     return _param_count(cfg, LLaMA, Block)
 
 
 @functools.cache
 def _param_count(cfg: ModelConfig, model_class: type, block_class: type) -> int:
-    # block_class is part of the key only: a fork's Block has parameters of its own
+    # block_class is only a part of the cache's key: a fork's Block has other parameters
     with torch.device("meta"):
         return sum(p.numel() for p in model_class(cfg).parameters())
 
@@ -442,15 +501,16 @@ def _param_count(cfg: ModelConfig, model_class: type, block_class: type) -> int:
 def flops_per_token(
     cfg: ModelConfig, seq: int, keys_seen: float | None = None
 ) -> tuple[float, float]:
-    """Return model FLOPs a token, forward and backward: (causal, full). keys_seen: of sequences with
-    documents, what counts in place of seq: a token that sees k keys counts 2k - 1, and this is the
-    mean (without documents it is seq).
+    """Return model FLOPs per token, forward and backward: (causal, full).
 
-    A parameter costs one multiply-add in forward and two in backward: 6P (the embedding is counted
-    although it is a look-up, as the field does). Attention multiplies each query with s keys and
-    the scores with s values: 4*s*H*D a layer, times three with the backward, 12*L*H*D*s ("full",
-    the convention of AMSP and Megatron); causality halves the pairs: 6*L*H*D*s (Memo's, 5.1).
-    Recomputation is never counted.
+    A parameter costs one multiply-add in forward and two in backward: 6 P FLOPs. The embedding is
+    counted although it is a look-up, as the field does. Attention multiplies each query with s keys
+    and the scores with s values: 4 s H D per layer, and three times that with the backward. So
+    "full" is 12 L H D s, the convention of AMSP and Megatron. Causality halves the pairs, so
+    "causal" is 6 L H D s (Memo, 5.1). Recomputation is never counted.
+
+    keys_seen takes the place of s if sequences consist of documents. It is the mean over tokens of
+    2k - 1, where k is how many keys a token attends to. Without documents this mean is s.
     """
     products = 6.0 * param_count(cfg)
     attention = 6.0 * cfg.layers * cfg.heads * cfg.head_dim * (keys_seen or seq)
@@ -461,49 +521,55 @@ def flops_per_token(
 
 
 def rope_frequencies(cfg: ModelConfig, device=None) -> tuple[Tensor, float]:
-    """Return angles a position (D/2,), float64, made on the device, so that nothing waits for a
-    copy; and the factor on cos and sin (YaRN's temperature).
+    """Return the D/2 rotary frequencies in radians per position, and the factor on cos and sin.
 
-    Scaling for lengths past the trained one: "linear" (positions shrink), "llama3" (only the slow
-    frequencies shrink), "yarn" (a ramp between the two, arXiv 2309.00071).
+    The scalings serve sequences longer than the trained length. "linear" divides all frequencies,
+    "llama3" only the low ones. "yarn" (arXiv 2309.00071) keeps the high ones, divides the low ones
+    and blends in between; its temperature is the factor on cos and sin, else 1. Frequencies are
+    float64, and computed on the device, so that nothing waits for a copy.
     """
     theta = cfg.rope_theta
     half = cfg.head_dim // 2
-    steps = torch.arange(half, dtype=torch.float64, device=device)
-    freq = theta ** -(steps / half)
-    opt = cfg.rope_scaling
-    kind = rope_kind(opt)
+    pairs = torch.arange(half, dtype=torch.float64, device=device)  # 0 ... D/2 - 1
+    freq = theta ** -(pairs / half)
+    scaling = cfg.rope_scaling
+    kind = rope_kind(scaling)
     if kind == "default":
         return freq, 1.0
-    shrunk = freq / opt["factor"]
+    divided = freq / scaling["factor"]
     if kind == "linear":
-        return shrunk, 1.0
-    trained = opt["original_max_position_embeddings"]
+        return divided, 1.0
+
+    trained = scaling["original_max_position_embeddings"]
     if kind == "llama3":
         turns = trained * freq / (2 * math.pi)  # full turns within the trained length
-        low = opt["low_freq_factor"]
-        high = opt["high_freq_factor"]
-        keep = ((turns - low) / (high - low)).clamp(0, 1)
-        scale = keep + (1 - keep) / opt["factor"]
+        low = scaling["low_freq_factor"]
+        high = scaling["high_freq_factor"]
+        keep = ((turns - low) / (high - low)).clamp(0, 1)  # 0: divided, 1: as it was
+        scale = keep + (1 - keep) / scaling["factor"]
         return freq * scale, 1.0
 
-    def index(turns):  # the frequency that turns so often within the trained length
+    def pair_with_turns(turns):
+        """Return the (fractional) pair that makes so many turns within the trained length."""
         return half * math.log(trained / (turns * 2 * math.pi)) / math.log(theta)
 
-    fast = index(opt.get("beta_fast") or 32)
-    slow = index(opt.get("beta_slow") or 1)
-    low = max(0, math.floor(fast))
-    high = min(math.ceil(slow), cfg.head_dim - 1)
-    width = high - low or 1e-3
-    ramp = ((steps - low) / width).clamp(0, 1)
-    usual = 0.1 * math.log(max(opt["factor"], 1)) + 1
-    return freq * (1 - ramp) + shrunk * ramp, opt.get("attention_factor") or usual
+    # yarn: pairs before `first` keep their frequency, pairs after `last` have it divided
+    first = max(0, math.floor(pair_with_turns(scaling.get("beta_fast") or 32)))
+    last = min(math.ceil(pair_with_turns(scaling.get("beta_slow") or 1)), cfg.head_dim - 1)
+    width = last - first
+    if width == 0:
+        width = 1e-3
+    divide = ((pairs - first) / width).clamp(0, 1)  # 0: as it was, 1: divided
+    temperature = scaling.get("attention_factor")
+    if not temperature:
+        temperature = 0.1 * math.log(max(scaling["factor"], 1)) + 1
+    return freq * (1 - divide) + divided * divide, temperature
 
 
 def rope_tables(cfg: ModelConfig, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return cos, sin (..., D/2) of integer positions, (T,) or (B, T).
+    """Return cos and sin (..., D/2) of the angles at integer positions, (T,) or (B, T).
 
-    The angles are float64: near position 2^20 float32 numbers lie 1/16 apart.
+    Angles are computed in float64: near position 2^20, float32 numbers lie 1/16 apart.
     """
     freq, factor = rope_frequencies(cfg, positions.device)
     angle = positions.double().unsqueeze(-1) * freq
@@ -516,15 +582,18 @@ def rope_tables(cfg: ModelConfig, positions: Tensor, dtype: torch.dtype) -> tupl
 
 
 def initial_weight(
-    name: str, shape: tuple[int, ...], start: tuple[float, float], seed: int, device
+    name: str, shape: tuple[int, ...], mean_std: tuple[float, float], seed: int, device
 ) -> Tensor:
-    """Return one tensor of a fresh model, float32: normal(mean, std), or constant if std is 0.
-    start: mean and std, of LLaMA.starts. On one kind of device it depends on nothing but (seed,
-    name, shape, start), so ranks may make their parts in any order."""
-    mean, std = start
+    """Return one fresh weight in float32: normal(mean, std), or the constant mean if std is 0.
+
+    mean_std: of LLaMA.weight_init. On one kind of device the weight depends only on the arguments,
+    so ranks may make weights in any order.
+    """
+    mean, std = mean_std
     if std == 0:
         return torch.full(shape, mean, device=device)
-    # a CPU's generator takes 32 bits; for one name, different seeds give different crc32 values
+    # A CPU's generator uses 32 bits of its seed. crc32 gives different values for the same name if
+    # the seeds differ
     seed_of_name = zlib.crc32(name.encode(), seed)
     rng = torch.Generator(device).manual_seed(seed_of_name)
     return torch.empty(shape, device=device).normal_(mean, std, generator=rng)

@@ -218,11 +218,11 @@ class Pipeline:
         tokens, labels, scale, positions, *documents = micro_batch
         own = self.model.select_tp_tokens(positions)
         if x is None:
-            x = self.model.embedded(tokens, own)
+            x = self.model.embed_tokens(tokens, own)
         y = self.model.run_layers(
             self.parts[chunk], self.layer_runners[chunk], x, positions, *documents
         )
-        return self.model.result(y, labels, scale, per_token, own) if chunk == self.last else y
+        return self.model.apply_head(y, labels, scale, per_token, own) if chunk == self.last else y
 
     # -- a step
 

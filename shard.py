@@ -332,7 +332,7 @@ class States:
         self.accum_dtype = accumulation_dtype(self.dtype)
         self.grad_dtype = self.accum_dtype if self.micro_batches > 1 else self.dtype
         self.streams = {name: CommStream(self.device, name in overlap) for name in STREAMS}
-        self.shapes, self.starts = model.shapes, model.starts
+        self.shapes, self.weight_init = model.shapes, model.weight_init
         self.scalars = make_scalars(self.device, self.accum_dtype)
         # what a checkpoint holds of this rank, by f"{state}.{parameter name}"
         updates = self.scalars.step.view(1)

@@ -1214,8 +1214,8 @@ class ExpertBlock(Block):
 class EmbedsTwice(m.LLaMA):
     """A model that uses its embedding twice."""
 
-    def embedded(self, tokens, positions):
-        return super().embedded(tokens, positions) + super().embedded(tokens, positions)
+    def embed_tokens(self, tokens, positions):
+        return super().embed_tokens(tokens, positions) + super().embed_tokens(tokens, positions)
 
 
 def misuse_matrices(lines: list[str]) -> None:

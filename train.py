@@ -507,7 +507,7 @@ def build(run: Run, op: Attention, groups: Groups) -> tuple[LLaMA | Pipeline, St
     kept = plan.activations
     with torch.device("meta"):
         model = LLaMA(plan.model, op)
-    for of_whole in ("shapes", "starts"):  # kept from now, when the model is whole
+    for of_whole in ("shapes", "weight_init"):  # kept from now, when the model is whole
         all_or_none(getattr, model, of_whole)
     all_or_none(check_weights, model, plan.pp)
     all_or_none(split_model, model, TensorParallel(plan.tp_mode, groups))
@@ -741,7 +741,7 @@ def evaluate(run, model):
 def load_random_weights(run: Run, states: States) -> None:
     states.load(
         lambda name: initial_weight(
-            name, states.shapes[name], states.starts[name], run.cfg.seed, run.device
+            name, states.shapes[name], states.weight_init[name], run.cfg.seed, run.device
         )
     )
 

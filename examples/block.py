@@ -1,15 +1,14 @@
 """Change what a layer computes: a subclass of model.Block.
 
-ForkBlock adds four things to a layer: a bias of the query, key and value projection, norms of
-queries and keys, a norm of the layer's output, and a gate that a matrix computes from the layer's
-input. A parameter of a layer is a Matrix or a Vector, never a module of torch.nn, because shard.py
-shards only these.
+ForkBlock adds four things to a layer: biases of q, k and v, norms of q and k, a norm of the layer's
+output, and a gate that a matrix computes from the layer's input. A weight of a layer is a Matrix or
+a Vector, never a module of torch.nn, because shard.py shards only these two.
 
-To switch it on, copy the class into model.py below Block, and write `Block = ForkBlock` under it.
-Sharding, swapping, sequence, tensor and pipeline parallelism find the new parameters by themselves;
-`--export` refuses the model, since Hugging Face's files have no names for them. To prove that a
-layer of your own is right, write it a second time in test_all.PlainLayer with modules of torch.nn,
-and run `pytest test_all.py`.
+To use it, copy the class into model.py below Block, and write `Block = ForkBlock` under it.
+Sharding, swapping, and sequence, tensor and pipeline parallelism find the new weights by
+themselves. `--export` refuses the model, because Hugging Face's files have no names for these
+weights. To prove that a layer of your own is right, write it a second time in test_all.PlainLayer
+with modules of torch.nn, and run `pytest test_all.py`.
 """
 
 import torch
@@ -25,10 +24,10 @@ class ForkBlock(Block):
         self.q_norm = Vector(cfg.head_dim, "norm")
         self.k_norm = Vector(cfg.head_dim, "norm")
         self.last_norm = Vector(cfg.dim, "norm")
-        self.gate = Matrix(3, cfg.dim, cut="whole")  # under --tp: on every column
+        self.gate = Matrix(3, cfg.dim, cut="whole")  # with --tp, each rank has the whole matrix
 
     def post(self, x, o, positions):
-        y = torch.tanh(
-            rms_norm(super().post(x, o, positions), self.last_norm.weight, self.cfg.norm_eps)
-        )
-        return y * torch.sigmoid(self.gate(x)).sum(-1, keepdim=True) + x
+        y = super().post(x, o, positions)
+        y = torch.tanh(rms_norm(y, self.last_norm.weight, self.cfg.norm_eps))
+        gate = torch.sigmoid(self.gate(x)).sum(-1, keepdim=True)  # (B, T, 3) -> (B, T, 1)
+        return y * gate + x

@@ -1,11 +1,11 @@
-"""Add an optimizer: one function and a row of optim.OPTIMIZERS.
+"""Add an optimizer: one function, and a row of optim.OPTIMIZERS.
 
-Muon keeps a momentum for each matrix and makes the update's singular values nearly equal. It needs
-whole matrices, and says so by `whole=True`: it runs only with `--os-layout inter --p 1 --tp 1`, and
-the planner refuses other flags. Vectors, such as the weights of norms, stay with AdamW.
+Muon keeps a momentum per matrix, and makes the singular values of each update nearly equal. This
+needs whole matrices, which `whole=True` says. So Muon runs only with `--os-layout inter --p 1
+--tp 1`, and the planner refuses other values. AdamW still updates vectors, such as norms' weights.
 
-To switch it on, copy the function and the row into optim.py below OPTIMIZERS, or write `import
-examples.muon` in train.py. Then add a flag to the program, which is one more field of train.Config:
+To use it, copy the function and the row into optim.py below OPTIMIZERS, or write `import
+examples.muon` in train.py. Then add a flag, which is one more field of train.Config:
 
     optimizer: str = flag("adamw", "of matrices: adamw, or muon")
 
@@ -16,21 +16,26 @@ import torch
 
 from optim import EPS, OPTIMIZERS, Optimizer, State
 
-# the flag: a line of the class train.Config
+# the flag above, for the test that adds it to train.Config
 FLAG = 'optimizer: str = flag("adamw", "of matrices: adamw, or muon")'
 
 
-def muon(u):  # an optim.Update
-    master, momentum = u.states["master"], u.states["momentum"]
-    new = 0.95 * momentum + u.clip * u.grad.to(master.dtype)
-    x = new / (new.norm() + EPS)
-    for _ in range(5):  # singular values near 1, by Newton and Schulz
+def muon(update):  # an optim.Update
+    master = update.states["master"]
+    momentum = update.states["momentum"]
+    new_momentum = 0.95 * momentum + update.clip * update.grad.to(master.dtype)
+
+    # bring all singular values near 1: five iterations of Newton and Schulz, Muon's coefficients
+    x = new_momentum / (new_momentum.norm() + EPS)
+    for _ in range(5):
         square = x @ x.t()
         x = 3.4445 * x + (2.0315 * square @ square - 4.775 * square) @ x
-    momentum.copy_(torch.where(u.finite, new, momentum))
-    updated = master * (1 - u.lr * u.decay) - u.lr * x
-    master.copy_(torch.where(u.finite, updated, master))
-    u.weight.copy_(master)
+
+    # a step whose gradients are not finite changes nothing
+    momentum.copy_(torch.where(update.finite, new_momentum, momentum))
+    new_master = master * (1 - update.lr * update.decay) - update.lr * x
+    master.copy_(torch.where(update.finite, new_master, master))
+    update.weight.copy_(master)
 
 
 OPTIMIZERS["muon"] = Optimizer(muon, (State("master"), State("momentum")), whole=True)

@@ -341,8 +341,8 @@ def test_an_export_proves_itself(flags, monkeypatch):
     with raises(ValueError, match="Hugging Face's files have no 'last_norm'"):
         hf.check_export(cfg, {})
     monkeypatch.undo()
-    embedded = model.LLaMA.embedded
-    monkeypatch.setattr(model.LLaMA, "embedded", lambda *args: 8 * embedded(*args))
+    embed_tokens = model.LLaMA.embed_tokens
+    monkeypatch.setattr(model.LLaMA, "embed_tokens", lambda *args: 8 * embed_tokens(*args))
     with raises(ValueError, match="--export: transformers computes other logits"):
         hf.check_export(cfg, {})
 
@@ -387,7 +387,7 @@ def test_first_weights_follow_from_what_a_weight_is():
     block.fanout = model.Matrix(64, 100, residual=True)
     block.norm1_bias = model.Vector(64, "bias")
     block.scale = model.Vector(64, "norm")
-    starts = llama.starts
+    starts = llama.weight_init
     assert starts["blocks.0.kv_down.weight"] == (0.0, 0.1)
     assert starts["blocks.0.fanout.weight"] == (0.0, 0.05)
     assert starts["blocks.0.norm1_bias.weight"] == (0.0, 0.0)
@@ -414,38 +414,38 @@ class TwoAhead(m.LLaMA):
         super().__init__(*args)
         self.head2 = m.Matrix(*self.head.shape)
 
-    def result(self, x, labels, scale, per_token, positions):
-        first = super().result(x, labels[..., 0], scale, per_token, positions)
+    def apply_head(self, x, labels, scale, per_token, positions):
+        first = super().apply_head(x, labels[..., 0], scale, per_token, positions)
         if per_token:
             return first
         heads, self.head = self.head, self.head2
-        second = super().result(x, labels[..., 1], scale, per_token, positions)
+        second = super().apply_head(x, labels[..., 1], scale, per_token, positions)
         self.head = heads
         return first + 0.3 * second
 
 class Learned(m.LLaMA):
     """Adds a wave of each token's position to its embedding."""
 
-    def embedded(self, tokens, positions):
-        x = super().embedded(tokens, positions)
+    def embed_tokens(self, tokens, positions):
+        x = super().embed_tokens(tokens, positions)
         return x + torch.sin(0.1 * positions)[..., None].to(x.dtype)
 
 class Weighted(m.LLaMA):
     """Later tokens count more."""
 
-    def result(self, x, labels, scale, per_token, positions):
+    def apply_head(self, x, labels, scale, per_token, positions):
         x = x * (1 + 0.01 * positions)[..., None].to(x.dtype)
-        return super().result(x, labels, scale, per_token, positions)
+        return super().apply_head(x, labels, scale, per_token, positions)
 
 class LogN(m.Block):
     """Scales queries by the logarithm of their position, and o by that of the token's own."""
 
     def pre(self, x, positions):
         q, k, v = super().pre(x, positions)
-        return q * torch.log(2.0 + positions.of_qkv)[..., None, None].to(q.dtype), k, v
+        return q * torch.log(2.0 + positions.qkv_positions)[..., None, None].to(q.dtype), k, v
 
     def post(self, x, o, positions):
-        scale = torch.log(2.0 + positions.of_x)[..., None]
+        scale = torch.log(2.0 + positions.x_positions)[..., None]
         return super().post(x * scale.to(x.dtype), o, positions)
 '''
 
@@ -553,7 +553,9 @@ def test_states_have_the_dtypes_that_an_optimizer_declares(place, layout, group,
     with torch.device("meta"):
         llama = model.LLaMA(replace(model.MODELS["tiny"], layers=2))
     held = shard.States(llama, CPU, torch.float32, layout=layout, storage=place, optimizer=sgd)
-    held.load(lambda name: model.initial_weight(name, held.shapes[name], held.starts[name], 0, CPU))
+    held.load(
+        lambda name: model.initial_weight(name, held.shapes[name], held.weight_init[name], 0, CPU)
+    )
     for _ in range(2):
         held.begin_step()
         tokens = torch.arange(64)[None]

@@ -1,4 +1,4 @@
-"""The model by itself: sizes, FLOPs, first weights, rotary embeddings, operators, kernels."""
+"""The model by itself: sizes, FLOPs, fresh weights, rotary embeddings, operators, kernels."""
 
 import itertools
 from dataclasses import replace
@@ -6,12 +6,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from pytest import approx, raises
 
 import attention
 import hardware
 import model as m
 import ops
+import tensor
 from test_all import SMALL, example, needs_gpu, parametrize, relative, seeded
 
 
@@ -30,20 +32,21 @@ from test_all import SMALL, example, needs_gpu, parametrize, relative, seeded
     ],
 )
 def test_counts(cfg, count):
-    """Parameters are as many as published, and FLOPs a token follow from them. Catches a size or a
-    FLOP formula that differs from the published one."""
+    """The number of parameters is the published one, and FLOPs per token follow from it. Catches a
+    size or a FLOP formula that differs from the published one."""
     assert m.param_count(cfg) == count
+    few = replace(cfg, layers=2)
     with torch.device("meta"):
-        few = replace(cfg, layers=2)
         assert sum(p.numel() for p in m.LLaMA(few).parameters()) == m.param_count(few)
     causal, full = m.flops_per_token(cfg, 2**20)
-    attention = 6 * cfg.layers * cfg.heads * cfg.head_dim * 2**20  # 6 n h s
-    assert causal == 6 * count + attention and full == causal + attention
+    attention = 6 * cfg.layers * cfg.heads * cfg.head_dim * 2**20  # 6 L H D s
+    assert causal == 6 * count + attention
+    assert full == causal + attention
 
 
 def test_counts_of_peak():
-    """The peak rates of GPUs are those of their data sheets, by the names that drivers report.
-    Catches an MFU that is computed with another GPU's rate."""
+    """A GPU's peak FLOP/s are those of its data sheet, found by the name that its driver reports.
+    Catches an MFU that is computed with another GPU's peak."""
     for name, tflops in (
         ("A800-SXM4-80GB", 312),
         ("A100-SXM4-40GB", 312),
@@ -63,17 +66,17 @@ def test_counts_of_peak():
     ],
 )
 def test_model_sizes_that_no_kernel_computes_are_refused(sizes, message):
-    """Sizes that no kernel computes are refused, with the nearest legal one. Catches heads of an
-    odd size, which a kernel would read from the next token."""
+    """Sizes that no kernel computes are refused, with the nearest legal size. Catches an odd head
+    width, whose last element has no partner in the rotary embedding."""
     with raises(ValueError, match=message):
         replace(SMALL, **sizes)
 
 
 def test_first_weights():
-    """A product is as large as its input, and what writes into the residual stream adds up to its
-    size. Catches a first product or a residual sum of the wrong size."""
+    """Fresh matrices make products as large as their inputs. Matrices that add to the residual
+    stream are smaller by sqrt(2L). Catches fresh weights of the wrong size."""
     with torch.device("meta"):
-        starts = m.LLaMA(m.MODELS["1b"]).starts
+        weight_init = m.LLaMA(m.MODELS["1b"]).weight_init
     for name, cols, std in (
         ("embed", 2048, 1),
         ("head", 2048, 2048**-0.5),
@@ -81,16 +84,15 @@ def test_first_weights():
         ("blocks.0.down", 5504, (5504 * 48) ** -0.5),
     ):
         name = f"{name}.weight"
-        drawn = m.initial_weight(name, (500, cols), starts[name], 0, "cpu")
+        drawn = m.initial_weight(name, (500, cols), weight_init[name], 0, "cpu")
         assert drawn.std().item() == approx(std, rel=0.01)
-    assert m.initial_weight("norm.weight", (9,), starts["norm.weight"], 0, "cpu").equal(
-        torch.ones(9)
-    )
+    norm = m.initial_weight("norm.weight", (9,), weight_init["norm.weight"], 0, "cpu")
+    assert torch.equal(norm, torch.ones(9))
 
 
 def test_seeds_make_other_weights():
-    """Seeds that differ by a bit, or above the 32 bits that a CPU's generator takes, draw other
-    weights. Catches two seeds or two matrices that get the same weights."""
+    """Different seeds draw different weights, and so do different names. Catches two seeds or two
+    matrices that get the same weights."""
 
     def weight(seed, name="embed.weight"):
         return m.initial_weight(name, (8, 8), (0.0, 1.0), seed, "cpu")
@@ -103,8 +105,8 @@ def test_seeds_make_other_weights():
 
 
 def test_logits_follow_from_earlier_tokens_and_distances():
-    """Later tokens change no logit, nor does a shift of all positions. Catches a token that sees
-    later ones, and a position that is not relative."""
+    """Logits do not change if later tokens change, or if all positions shift. Catches a token that
+    attends to later tokens, and a position that is not relative."""
     model = seeded(SMALL)
     tokens, _ = example()
     later = torch.arange(40) >= 30
@@ -116,31 +118,34 @@ def test_logits_follow_from_earlier_tokens_and_distances():
 
 
 def test_all_labels_ignored():
-    """Where all labels are ignored, the loss and the gradients are zero. Catches a mean over no
+    """If all labels are ignored, the loss and the gradients are zero. Catches a mean over no
     labels, which would be NaN."""
     model = seeded(SMALL)
     tokens, labels = example()
     loss = model(tokens, torch.full_like(labels, m.IGNORE))
     loss.backward()
-    assert loss == 0 and not model.blocks[0].qkv.weight.grad.any()
+    assert loss == 0
+    assert not model.blocks[0].qkv.weight.grad.any()
 
 
 def test_losses_of_tokens_have_no_gradients():
-    """The loss of each token averages to the loss and has no gradients. Catches a validation that
-    holds the graphs of all layers."""
+    """The mean of the tokens' losses is the loss, and they have no gradients. Catches a validation
+    that holds the graphs of all layers."""
     model = seeded(SMALL)
     tokens, labels = example()
     losses = model(tokens, labels, per_token=True)
-    assert not losses.requires_grad and not losses[labels == m.IGNORE].any()
-    assert relative(losses.sum() / (labels != m.IGNORE).sum(), model(tokens, labels)) < 1e-12
+    assert not losses.requires_grad
+    assert not losses[labels == m.IGNORE].any()
+    mean = losses.sum() / (labels != m.IGNORE).sum()
+    assert relative(mean, model(tokens, labels)) < 1e-12
 
 
 def published_frequencies(kind: str) -> np.ndarray:
-    """Return the angles a position of 64 pairs, at 8 times the trained 4096 tokens: as Llama 3.1's
-    code has them, and arXiv 2309.00071 (A.2, YaRN)."""
+    """Return the frequencies of 64 pairs in radians per position, for 8 times the trained length of
+    4096 tokens. Sources: Llama 3.1's code, and arXiv 2309.00071 (A.2, YaRN)."""
     i = np.arange(64, dtype=np.longdouble)
     freq = np.longdouble(10000) ** (-i / 64)
-    keep = {"default": 1.0, "linear": 0.0}.get(kind)  # how much of a frequency is as it was
+    keep = {"default": 1.0, "linear": 0.0}.get(kind)  # 1: not scaled, 0: divided by 8
     if kind == "llama3":
         wavelength = 2 * np.pi / freq
         keep = np.clip((4096 / wavelength - 1) / (4 - 1), 0, 1)
@@ -152,9 +157,9 @@ def published_frequencies(kind: str) -> np.ndarray:
 
 @parametrize("kind", ["default", *m.ROPE_KEYS])
 def test_rope_at_a_million_positions(kind):
-    """Rotary angles are the published ones up to a million positions, in float64. Catches float32
-    angles, which would be wrong by 1/32, and with a ramp by 1/10; a ramp that is off by one; and a
-    factor that forgets another one."""
+    """Rotary angles are the published ones up to a million positions. Catches float32 angles, which
+    are wrong by 1/32, and with a ramp by 1/10; a ramp that is off by one; and a scaling that is
+    forgotten."""
     scaling = {
         "rope_type": kind,
         "factor": 8.0,
@@ -173,17 +178,94 @@ def test_rope_at_a_million_positions(kind):
 
 @parametrize("device", ["cpu", pytest.param("cuda", marks=needs_gpu)])
 def test_products_for_weights_add_up_in_float32(device):
-    """Products of bf16 tensors add up in float32. Catches gradients that are rounded before they
-    are summed."""
+    """Weights' gradients of bf16 tensors add up in float32. Catches gradients that are rounded
+    before they are summed."""
     torch.manual_seed(0)
-    dy, x, before = torch.randn(3, 64, 64, device=device).bfloat16()
-    out = ops.weight_grad_into(dy, x, before.float(), 1)
-    assert relative(out, before.double() + dy.double().t() @ x.double()) < 1e-6
+    dy, x, earlier = torch.randn(3, 64, 64, device=device).bfloat16()
+    out = ops.weight_grad_into(dy, x, earlier.float(), 1)
+    assert relative(out, earlier.double() + dy.double().t() @ x.double()) < 1e-6
+
+
+GELU = ops.Prologue(  # as in Prologue's docstring
+    lambda u: (F.gelu(u),),
+    lambda da, u: (F.gelu(u), torch.ops.aten.gelu_backward(da, u)),
+)
+
+
+class Gelu(m.Block):
+    """A layer whose MLP is not gated, as in Block's docstring."""
+
+    def __init__(self, cfg):
+        super().__init__(cfg)
+        self.gate_up = m.Matrix(cfg.ffn, cfg.dim, cut="rows")
+
+    def post(self, x, o, positions):
+        h = x + self.out(o.flatten(2))
+        up = ops.project(self.gate_up, self.norm, h, self.norm2.weight)
+        return h + ops.project(self.down, GELU, up)
+
+
+def test_another_activation_is_a_prologue(monkeypatch):
+    """Block's example of another activation has PyTorch's gradients, may be split for --tp, and
+    recomputation finds its unread product. Catches an example that does not run."""
+    monkeypatch.setattr(m, "Block", Gelu)
+    block = seeded(SMALL).blocks[0]
+    u = torch.randn(2, 3, SMALL.ffn).double().requires_grad_()
+    weight = block.down.weight
+    dy = torch.randn(2, 3, SMALL.dim).double()
+    ours = torch.autograd.grad(ops.project(block.down, GELU, u), (u, weight), dy)
+    plain = torch.autograd.grad(F.linear(F.gelu(u), weight), (u, weight), dy)
+    for grad, want in zip(ours, plain):
+        assert relative(grad, want) < 1e-12
+    tensor.check_tensor_parallel(SMALL, "mtp")
+    x = torch.randn(1, 2, SMALL.dim).double().requires_grad_()
+    o = torch.randn(1, 2, SMALL.heads, SMALL.head_dim).double()
+    assert ops.unread_product(block.post(x, o, None)) is block.down
+
+
+@parametrize(
+    "last_line, unread",
+    [
+        (lambda h, product: h + product, True),
+        (lambda h, product: (h + h.sin()) + product, True),
+        (lambda h, product: h * product, False),  # backward of * reads its factors
+        (lambda h, product: h + product.tanh(), False),  # tanh reads its result
+        (lambda h, product: (h * product) + product, False),  # the first term reads it
+        (lambda h, product: product + h, False),  # right, but not looked for
+    ],
+)
+def test_unread_product(last_line, unread):
+    """Recomputation skips the last product of a layer only if nobody reads it. Catches gradients
+    that are computed from a product that was skipped."""
+    matrix = ops.Matrix(5, 5)
+    torch.nn.init.normal_(matrix.weight)
+    h, u = torch.randn(2, 3, 5, requires_grad=True).unbind()
+
+    def run():
+        return last_line(h, ops.project(matrix, GELU, u))
+
+    found = ops.unread_product(run())
+    assert (found is matrix) == unread
+    want = torch.autograd.grad(run().sum(), (h, u, matrix.weight))
+    with ops.recomputation(found):
+        y = run()
+    assert y.isnan().all() == unread
+    for grad, expected in zip(torch.autograd.grad(y.sum(), (h, u, matrix.weight)), want):
+        assert torch.equal(grad, expected)
+
+
+def test_a_prologue_with_extras_is_computed_again():
+    """A product whose prologue saves more than its inputs is never skipped. Catches a backward that
+    lacks 1 / rms."""
+    block = m.Block(SMALL)
+    x = torch.randn(2, 3, SMALL.dim, requires_grad=True)
+    y = x + ops.project(m.Matrix(SMALL.dim, SMALL.dim), block.norm, x, block.norm1.weight)
+    assert ops.unread_product(y) is None
 
 
 def test_attention_choice():
-    """`--attention` chooses a kernel that runs here, or says why the asked one does not. Catches a
-    kernel that is chosen where it cannot run."""
+    """`--attention auto` picks a kernel that runs here. If you name a kernel that does not run, the
+    error says why. Catches a kernel that is picked where it cannot run."""
     cpu = torch.device("cpu")
     assert attention.pick_kernel("auto", cpu, torch.float32, documents=True) == "cpu"
     no_gpu = dict.fromkeys(("fa4", "cudnn", "flash"), "needs a GPU, this is cpu")
