@@ -77,7 +77,7 @@ from torch.autograd.function import once_differentiable
 from model import divisors
 from ops import accumulation_dtype, compiled, copy_heads
 from ranks import Groups
-from streams import CommStream, Way, wait
+from streams import CommStream, Transfer, wait
 
 # ---------------------------------------------------------------------------- who attends to whom
 
@@ -456,14 +456,14 @@ class Ulysses:
         x = x.view(b, t, self.ranks, self.count // n, -1, d)
         return x.select(3, g // n).permute(2, 0, 1, 3, 4)
 
-    def to_heads(self, g: int, tensors: list[Tensor], first: int = 0) -> Way:
+    def to_heads(self, g: int, tensors: list[Tensor], first: int = 0) -> Transfer:
         """Launch the way of group g's heads of tensors (B, T/sp, heads, D), the first so many of q,
         k, v, o, do; they arrive as views (B, U, T/sp, h, D)."""
         if self.ranks * self.count == 1:  # whole already: views of views cost the host time
-            return Way([x.unsqueeze(1) for x in tensors])
+            return Transfer([x.unsqueeze(1) for x in tensors])
         parts = [self.of(g, x) for x in tensors]
         if self.ranks == 1:
-            return Way([part.transpose(0, 1) for part in parts])
+            return Transfer([part.transpose(0, 1) for part in parts])
         places = [
             sets[g // self.sharing(x) % len(sets)] for x, sets in zip(tensors, self.inputs[first:])
         ]
@@ -479,7 +479,7 @@ class Ulysses:
             self.exchange.all_to_all(sent, received)
         # of one sequence in order, without a copy
         arrived = [place.transpose(0, 1) for place in places]
-        return Way(arrived, stream.last_event(), sent)
+        return Transfer(arrived, stream.record_event(), sent)
 
     def new_outputs(self, *like: Tensor) -> list[Tensor]:
         """Return tensors to bring parts back into. Where one group on one rank has all heads its
@@ -488,17 +488,17 @@ class Ulysses:
             return list(like)
         return [torch.empty_like(x) for x in like]
 
-    def to_tokens(self, g: int, results: list[Tensor], into: list[Tensor]) -> Way:
+    def to_tokens(self, g: int, results: list[Tensor], into: list[Tensor]) -> Transfer:
         """Launch the way back of group g's results (B, T/R, h, D), of documents (B*T, h, D), into
         its part of tensors (B, T/sp, heads, D)."""
         if self.ranks * self.count == 1:
-            return Way([x.reshape(whole.shape) for x, whole in zip(results, into)])
+            return Transfer([x.reshape(whole.shape) for x, whole in zip(results, into)])
         by_rank = len(into[0]), self.ranks, -1
         parts = [x.reshape(*by_rank, *x.shape[-2:]).transpose(0, 1) for x in results]  # as `of`
         if self.ranks == 1:
             for part, whole in zip(parts, into):
                 copy_heads(part, self.of(g, whole))
-            return Way(into)
+            return Transfer(into)
         stream = self.exchange.stream
         sent = [part.contiguous() for part in parts]
         with stream.after_compute():  # on which the group before was copied out of its places
@@ -506,7 +506,7 @@ class Ulysses:
             for _, place, whole in zip(sent, self.outputs, into):
                 copy_heads(place, self.of(g, whole))
                 stream.done_reading(place)
-        return Way(into, stream.last_event(), sent)
+        return Transfer(into, stream.record_event(), sent)
 
     def ready(self, g: int, k: Tensor, dq: Tensor, *dkv: Tensor) -> list[Tensor]:
         """Return what may go back of group g's gradients (B, T/R, h, D)."""
@@ -593,19 +593,19 @@ class Ring:
             if stream.stream is not None:  # NCCL connects neighbours now, not amid a step
                 self.pass_on(torch.zeros(1, device=stream.stream.device)).wait()
 
-    def pass_keys(self, arriving: Way) -> Way | None:
+    def pass_keys(self, arriving: Transfer) -> Transfer | None:
         """Send k, v (B, U, T/sp, h, D) of a group, once they are there, to the next ring rank, as
         one tensor (2, B, T/R, h, D); and receive those of the previous one."""
         if self.ranks == 1:
             return None
-        _, k, v, *_ = arriving.arrived
+        _, k, v, *_ = arriving.tensors
         both = k.new_empty(2, *k.shape)
         with self.stream.after_compute():
-            wait(arriving.event)
+            wait(arriving.done_event)
             torch.stack([k, v], out=both)
         return self.pass_on(both.flatten(2, 3))
 
-    def pass_on(self, sent: Tensor) -> Way:
+    def pass_on(self, sent: Tensor) -> Transfer:
         """Send a tensor to the next ring rank, and receive that of the previous one."""
         received = torch.empty_like(sent)
         there, here = [0] * self.ranks, [0] * self.ranks  # rows of the tensor, by rank
@@ -613,14 +613,14 @@ class Ring:
         with self.stream.after_compute():
             # on this very stream, which send and receive would leave for one of NCCL's own
             dist.all_to_all_single(received, sent, here, there, group=self.group)
-        return Way(received, self.stream.last_event(), [sent])
+        return Transfer(received, self.stream.record_event(), [sent])
 
-    def steps(self, passing: Way) -> Iterator[tuple[Tensor, slice, slice]]:
+    def steps(self, passing: Transfer) -> Iterator[tuple[Tensor, slice, slice]]:
         """Yield k, v (2, B, T/R, h, D) of one ring rank after the other, and which of this rank's
         queries attend to which of them."""
         for step in range(1, self.ranks):
-            # hidden by the step before; emptied, since the caller holds the first Way for all steps
-            kv, passing.arrived = passing.wait(), []
+            # hidden by the step before; emptied, since the caller holds the first Transfer for all steps
+            kv, passing.tensors = passing.wait(), []
             if step + 1 < self.ranks:
                 passing = self.pass_on(kv)  # hidden by this step's rectangle
             half = kv.shape[2] // 2
@@ -631,7 +631,7 @@ class Ring:
         self.stream.done_reading(kv)
 
     def attend(
-        self, kernel: Kernel, mask: Mask, passing: Way | None, q: Tensor, k: Tensor, v: Tensor
+        self, kernel: Kernel, mask: Mask, passing: Transfer | None, q: Tensor, k: Tensor, v: Tensor
     ) -> tuple[Tensor, Tensor]:
         """q (B, T/R, h, D), k, v -> o like q, lse (B, h, T/R): these queries attend to the keys of
         all ring ranks. passing: of pass_keys."""
@@ -649,7 +649,7 @@ class Ring:
         self,
         kernel: Kernel,
         mask: Mask,
-        passing: Way | None,
+        passing: Transfer | None,
         lse: Tensor,
         q: Tensor,
         k: Tensor,
@@ -664,7 +664,7 @@ class Ring:
         dq = torch.zeros_like(q, dtype=wide)
         # of dk, dv (2, B, T/R, h, D), one step behind their k, v
         sums = torch.zeros(2, *k.shape, dtype=q.dtype if self.ranks == 2 else wide, device=q.device)
-        summing = Way(sums)
+        summing = Transfer(sums)
         for kv, queries, keys in self.steps(passing):
             dq_part, *parts = kernel.backward(
                 *take(queries, do, q),
@@ -862,7 +862,7 @@ class Attention:
         heads = self.cut(q, k)
         into = heads.new_outputs(q)
         lse = []
-        back = Way([])
+        back = Transfer([])
         arriving = heads.to_heads(0, [q, k, v])
         for g in range(heads.count):
             arrived = arriving.wait()  # hidden by the kernel before; of the first group, not
@@ -899,7 +899,7 @@ class Attention:
         while len(left) > (heads.ranks > 1):  # hides the first group's do
             left.pop(0)()
         into = [q, k, v] if in_place else heads.new_outputs(q, k, v)
-        back = Way([])
+        back = Transfer([])
         for g in range(heads.count):
             arrived = arriving.wait()  # hidden by the kernel before
             if g == 0:
