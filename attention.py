@@ -1,59 +1,72 @@
-"""Who attends to whom: attention kernels, and sequences that lie on several ranks.
+"""Attention: its kernels, and sequences whose tokens lie on several GPUs.
 
-Attention is the only operator of a layer that mixes tokens, and so the only one that crosses ranks
-when a sequence is split. A kernel is two functions (`Kernel`) and a row of KERNELS; `Attention` is
-a kernel that the model can call. Over a sequence that sp = R * U ranks share it has two dimensions
-(LoongTrain, arXiv 2406.18485): by heads in a node, by context across.
+Attention is the only operator of a layer that mixes tokens. So it is the only operator that
+communicates when several ranks share a sequence. This file builds it in four steps:
 
-By heads: `Ulysses` (InternEvo's ISP; DeepSpeed-Ulysses, arXiv 2309.14509). A rank holds T/sp tokens
-of all heads. An all-to-all over U neighbours gives it all their tokens of some heads, the kernel
-runs, an all-to-all brings o back:
+    Kernel      attention on one GPU: a forward function, a backward function, a row of KERNELS
+    Ulysses     ranks share the heads: an all-to-all before the kernel and one after it
+    Ring        ranks share the context: keys and values go around a ring of ranks
+    Attention   all of this together, as the model calls it
+
+To add a kernel, write its two functions and its row (examples/alibi.py does).
+
+Legend:  B sequences   T tokens per sequence   D head width   H query heads   K key/value heads
+         sp = R * U    ranks that share a sequence: R ring ranks, each of U ranks that share heads
+         G             groups of heads that a rank processes one after the other
+         h             heads of one group on one rank (query heads, or key/value heads of k and v)
+
+Sharing heads (InternEvo's ISP; DeepSpeed-Ulysses, arXiv 2309.14509). A rank holds T/sp tokens of
+all heads, but the kernel needs all tokens of a head. So an all-to-all among U neighbouring ranks
+trades tokens for heads, the kernel runs, and a second all-to-all brings o back. With U = 2, T = 4
+and 4 heads:
 
                     rank 0        rank 1                     rank 0        rank 1
     tokens 0, 1     all heads     .            all-to-all    heads 0, 1    heads 2, 3
     tokens 2, 3     .             all heads    --------->    heads 0, 1    heads 2, 3
 
-By context: `Ring`. U ranks have 1/R of the tokens; their k and v go around the R ranks that have
-the same heads of other tokens, and the kernel runs on the keys of one after the other:
+Sharing context (Ring Attention, arXiv 2310.01889). Each ring rank keeps its queries, and receives
+the keys and values of the other ring ranks one after the other. The kernel runs on each block j of
+keys, and the results are merged:
 
     o = sum_j exp(lse_j - lse) o_j,    lse = log sum_j exp(lse_j)
 
-A rank's heads go in G groups, one after the other (`Attention.forward`, `backward`), so that one
-group's way hides under another's kernel:
+LoongTrain (arXiv 2406.18485) combines both: heads inside a node, context across nodes.
 
-    exchange   | to heads 0 | to heads 1 |        | to tokens 0, to heads 2 | to tokens 1 | .. 2 |
-    compute                 | kernel 0            | kernel 1                | kernel 2    | left
+Overlap. A rank processes its heads in G groups, so that the all-to-alls of one group run while the
+kernel of another group computes. Forward with G = 3, where "heads 0" is group 0's all-to-all before
+the kernel, and "tokens 0" the one after it:
 
-    communication        launched in    hidden under                             waited for by
-    q, k, v forward      to_heads       the kernel before; the first group's:    its kernel
-                                        not
-    q, k, v, o backward  to_heads       the kernel before; the first group's:    its kernel
-                                        block.post's backward (make_dout)
-    do                   to_heads       likewise; the first group's: the last    its kernel
-                                        chunk's products for weights
-    o; dq, dk, dv        to_tokens      the next kernel; the last group's: in    the next group's
-                                        backward the last product for a weight,  way back, the end
-                                        in forward not
-    ring: k, v           pass_keys,     the ring's step before; in backward the  steps
-                         pass_on        first k, v: as q, k, v above
-    ring: sums of dk, dv pass_on        the ring's next step                     attend_backward
+    exchange   | heads 0 | heads 1  | tokens 0, heads 2 | tokens 1 | tokens 2 |
+    compute              | kernel 0 | kernel 1          | kernel 2 |
 
-(Where layers run whole, do is there from the start: the first and last groups' ways are not
-hidden.) Each kind of communication has a CUDA stream of its own (CommStream): launch, compute,
-wait.
+    transfer                launched in     hidden under                 waited for before
+    q, k, v to heads        to_heads        kernel g - 1; the first      kernel g
+                                            group's is exposed
+    o to tokens             to_tokens       kernel g + 1; the last       the next to_tokens, and
+                                            group's is exposed           the return
+    ring: k, v              send_kv, shift  the ring's step before       the ring's step
 
-Heads stand as (U ranks, G groups, h heads): in group g rank u has the query heads from (u G + g) h
-on, and as many of its K/U key/value heads. Where these are fewer than groups, each travels with the
-first of the groups that attend to it, and its gradient back with the last, so no all-to-all sends
-it twice. (A ring passes it on for each of them.)
+In backward block.post's backward computes do. It leaves some gradients of weights for later,
+because their computation can hide transfers:
 
-Which keys a query sees is a Mask, which kernels take: where a sequence has several documents, those
-of its own (`Attention.within` the documents of a micro-batch). It also says which heads are there.
+    exchange   | q,k,v,o 0 | do 0         | heads 1  | tokens 0, heads 2 | tokens 1 | tokens 2    |
+    compute    | post      | weight grads | kernel 0 | kernel 1          | kernel 2 | weight grad |
 
-Left out: dropout, rings of documents, and two rings, one inside nodes (Ulysses serves there).
+    transfer                launched in     hidden under                 waited for before
+    q, k, v, o to heads     to_heads        kernel g - 1; the first      kernel g
+                                            group's: post's backward
+    do to heads             to_heads        kernel g - 1; the first      kernel g
+                                            group's: weight gradients
+    dq, dk, dv to tokens    to_tokens       kernel g + 1; the last       the next to_tokens, and
+                                            group's: a weight gradient   the return
+    ring: first k, v        send_kv         as q, k, v, o                the ring's first step
+    ring: next k, v         shift           the ring's step before       the ring's step
+    ring: sums of dk, dv    shift           the ring's next step         adding that step's dk, dv
 
-Legend: B sequences, T tokens of one, H query heads, K key/value heads, D head width; sp ranks of a
-sequence, R of a ring, U that share heads, G head groups, h heads of a group on a rank.
+If a layer runs whole, under autograd, do is complete before attention's backward begins. Then the
+first group's transfer to heads and the last group's to tokens are exposed in backward, too.
+
+Left out: dropout, documents on a ring, and two nested rings (Ulysses is used inside a node).
 """
 
 import copy
@@ -77,52 +90,65 @@ from torch.autograd.function import once_differentiable
 from model import divisors
 from ops import accumulation_dtype, compiled, copy_heads
 from ranks import Groups
-from streams import CommStream, Way, wait
+from streams import CommStream, Transfer, wait
 
-# ---------------------------------------------------------------------------- who attends to whom
+# ---------------------------------------------------------------------------- masks
 
 
 @dataclass(frozen=True)
 class Documents:
-    """Where documents lie in the N = B*T tokens of a micro-batch, one sequence after the other."""
+    """Where documents lie in the tokens of a micro-batch.
 
-    bounds: tuple[int, ...]  # where each begins, and N
-    offsets: Tensor  # the same, int32, on the device
+    The B sequences stand one after the other, as N = B*T tokens. Example: with N = 9 and bounds
+    (0, 4, 9), tokens 0 ... 3 are one document and tokens 4 ... 8 another one.
+    """
+
+    bounds: tuple[int, ...]  # each document's first token, and N at the end
+    offsets: Tensor  # the same numbers as int32 on the device, as kernels want them
 
     @functools.cached_property
     def longest(self) -> int:
+        """The number of tokens of the longest document."""
         return max(end - begin for begin, end in itertools.pairwise(self.bounds))
 
-    def cuts(self) -> list[slice]:
-        return [slice(*bounds) for bounds in itertools.pairwise(self.bounds)]
+    def slices(self) -> list[slice]:
+        """Return one slice of tokens per document."""
+        return [slice(begin, end) for begin, end in itertools.pairwise(self.bounds)]
 
 
 @dataclass(frozen=True)
 class Mask:
-    """Which keys a query attends to."""
+    """Which keys a query attends to: all earlier tokens, or only the earlier tokens of the same
+    document. It also tells a kernel which heads and which layer it computes.
 
-    causal: bool = True  # those up to its own; else all, of which there may be more than queries
-    documents: Documents | None = None  # those of its own document; all sequences are one row
-    heads: range | None = None  # which query heads of the model are here; of a rectangle unknown
-    layer: int | None = None  # which layer of the model asks; of a rectangle unknown
+    A ring also calls kernels on rectangles: some queries that all attend to all of some keys of
+    another rank. For a rectangle `heads` and `layer` are None.
+    """
+
+    causal: bool = True  # False: to every key. Then there may be more keys than queries, or fewer
+    documents: Documents | None = None  # not None: the B sequences are one row of B*T tokens
+    heads: range | None = None  # which query heads of the model these are
+    layer: int | None = None  # which layer of the model this is
 
 
 CAUSAL = Mask()
 EVERYTHING = Mask(causal=False)
 
 # ---------------------------------------------------------------------------- attention kernels
-# Some of aten's operators want (B, heads, T, D): transposed views, which cost nothing.
+# Tensors are (B, T, heads, D) here. Some of aten's operators want (B, heads, T, D): they get
+# transposed views, which cost nothing.
 
 _aten = torch.ops.aten
-_module = importlib.import_module  # a dictionary look-up after the first call
+_import = importlib.import_module  # only a dictionary look-up after the first call
 
 
-def _swap(*tensors):
+def _transpose_heads(*tensors):
+    """Return views (B, heads, T, D) of tensors (B, T, heads, D), or the other way round."""
     return [t.transpose(1, 2) for t in tensors]
 
 
-def _lengths(mask: Mask) -> dict:
-    """Return where documents lie, as FlashAttention's functions want it."""
+def _document_lengths(mask: Mask) -> dict:
+    """Return where documents lie, as keyword arguments of FlashAttention's functions."""
     if mask.documents is None:
         return {}
     offsets, longest = mask.documents.offsets, mask.documents.longest
@@ -135,62 +161,73 @@ def _lengths(mask: Mask) -> dict:
 
 
 def _fa4_forward(q, k, v, mask):
-    warnings.filterwarnings("ignore", "Argument aux_data")  # its compiler's, once a kernel
-    o, lse, *_ = _module("flash_attn.cute.interface")._flash_attn_fwd(
-        q, k, v, causal=mask.causal, return_lse=True, **_lengths(mask)
+    # FlashAttention-4's compiler warns of this once per kernel
+    warnings.filterwarnings("ignore", "Argument aux_data")
+    o, lse, *_ = _import("flash_attn.cute.interface")._flash_attn_fwd(
+        q, k, v, causal=mask.causal, return_lse=True, **_document_lengths(mask)
     )
     return o, lse
 
 
 def _fa4_backward(do, q, k, v, o, lse, mask):
     exact = torch.are_deterministic_algorithms_enabled()
-    grads = _module("flash_attn.cute.interface")._flash_attn_bwd(
-        q, k, v, o, do, lse, causal=mask.causal, deterministic=exact, **_lengths(mask)
+    grads = _import("flash_attn.cute.interface")._flash_attn_bwd(
+        q, k, v, o, do, lse, causal=mask.causal, deterministic=exact, **_document_lengths(mask)
     )
     return grads[:3]
 
 
 def _cudnn_forward(q, k, v, mask):
     o, lse, *_ = _aten._scaled_dot_product_cudnn_attention(
-        *_swap(q, k, v), None, True, 0.0, mask.causal
+        *_transpose_heads(q, k, v),
+        None,  # attn_bias
+        True,  # compute_log_sumexp
+        0.0,  # dropout_p
+        mask.causal,
     )
-    return o.transpose(1, 2), lse.view(q.shape[0], q.shape[2], q.shape[1])
+    return o.transpose(1, 2), lse.view(q.shape[0], q.shape[2], q.shape[1])  # lse (B, H, T)
 
 
 def _cudnn_backward(do, q, k, v, o, lse, mask):
     no_seed = torch.zeros((), dtype=torch.int64, device=q.device)
-    do, q, k, v, o = _swap(do, q, k, v, o)
-    return _swap(
+    do, q, k, v, o = _transpose_heads(do, q, k, v, o)
+    return _transpose_heads(
         *_aten._scaled_dot_product_cudnn_attention_backward(
             do,
             q,
             k,
             v,
             o,
-            lse.unsqueeze(-1),
+            lse.unsqueeze(-1),  # (B, H, T, 1)
+            no_seed,  # philox_seed and philox_offset: random numbers for dropout, which is off
             no_seed,
-            no_seed,
+            None,  # attn_bias
+            None,  # cum_seq_q and cum_seq_k: offsets of documents
             None,
-            None,
-            None,
-            q.shape[2],
+            q.shape[2],  # max_q and max_k: numbers of queries and keys
             k.shape[2],
-            0.0,
+            0.0,  # dropout_p
             mask.causal,
         )
     )
 
 
 def _flash_lengths(q, k, mask: Mask) -> tuple:
-    """Return offsets and longest lengths of queries and keys, as torch's functions want them."""
+    """Return cum_seq_q, cum_seq_k, max_q and max_k, as torch's flash functions want them."""
     if mask.documents is None:
         return None, None, q.shape[1], k.shape[1]
-    return tuple(_lengths(mask).values())
+    return tuple(_document_lengths(mask).values())
 
 
 def _flash_forward(q, k, v, mask):
     o, lse, *_ = _aten._flash_attention_forward(
-        q, k, v, *_flash_lengths(q, k, mask), 0.0, mask.causal, False
+        q,
+        k,
+        v,
+        *_flash_lengths(q, k, mask),
+        0.0,  # dropout_p
+        mask.causal,
+        False,  # return_debug_mask
     )
     return o, lse
 
@@ -198,59 +235,85 @@ def _flash_forward(q, k, v, mask):
 def _flash_backward(do, q, k, v, o, lse, mask):
     no_seed = torch.zeros(2, dtype=torch.uint64, device=q.device)
     return _aten._flash_attention_backward(
-        do, q, k, v, o, lse, *_flash_lengths(q, k, mask), 0.0, mask.causal, no_seed, no_seed
+        do,
+        q,
+        k,
+        v,
+        o,
+        lse,
+        *_flash_lengths(q, k, mask),
+        0.0,  # dropout_p
+        mask.causal,
+        no_seed,  # rng_state, for dropout
+        no_seed,  # not used
     )
 
 
 def _cpu_forward(q, k, v, mask):
-    if mask.documents is not None:
-        parts = [
-            _cpu_forward(*(t[None, cut] for t in (q, k, v)), CAUSAL)
-            for cut in mask.documents.cuts()
-        ]
-        o, lse = zip(*parts)
-        return torch.cat(o, 1)[0], torch.cat(lse, 2)[0]
-    o, lse = _aten._scaled_dot_product_flash_attention_for_cpu(*_swap(q, k, v), 0.0, mask.causal)
+    if mask.documents is not None:  # one call per document, each as a batch of one sequence
+        outputs = []
+        log_sums = []
+        for tokens in mask.documents.slices():
+            o, lse = _cpu_forward(q[None, tokens], k[None, tokens], v[None, tokens], CAUSAL)
+            outputs.append(o)
+            log_sums.append(lse)
+        return torch.cat(outputs, 1)[0], torch.cat(log_sums, 2)[0]
+
+    o, lse = _aten._scaled_dot_product_flash_attention_for_cpu(
+        *_transpose_heads(q, k, v),
+        0.0,  # dropout_p
+        mask.causal,
+    )
     return o.transpose(1, 2), lse
 
 
 def _cpu_backward(do, q, k, v, o, lse, mask):
-    if mask.documents is not None:
-        parts = [
-            _cpu_backward(*(t[None, cut] for t in (do, q, k, v, o)), lse[None, :, cut], CAUSAL)
-            for cut in mask.documents.cuts()
-        ]
-        return [torch.cat(grads, 1)[0] for grads in zip(*parts)]
-    do, q, k, v, o = _swap(do, q, k, v, o)
-    return _swap(
+    if mask.documents is not None:  # as in _cpu_forward
+        grads = []
+        for tokens in mask.documents.slices():
+            inputs = [t[None, tokens] for t in (do, q, k, v, o)]
+            grads.append(_cpu_backward(*inputs, lse[None, :, tokens], CAUSAL))
+        return [torch.cat(parts, 1)[0] for parts in zip(*grads)]  # dq, dk, dv
+
+    do, q, k, v, o = _transpose_heads(do, q, k, v, o)
+    return _transpose_heads(
         *_aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            do, q, k, v, o, lse, 0.0, mask.causal
+            do,
+            q,
+            k,
+            v,
+            o,
+            lse,
+            0.0,  # dropout_p
+            mask.causal,
         )
     )
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """A pair of functions on q, k, v, o (B, T, heads, D), with scores scaled by 1/sqrt(D):
+    """An attention kernel: two functions on q, k, v, o (B, T, heads, D). Scores are scaled by
+    1/sqrt(D).
 
-        forward(q, k, v, mask) -> o, lse    lse (B, H, T), natural logarithm, float32 or wider
+        forward(q, k, v, mask) -> o, lse    lse (B, H, T): log of each query's sum of exp(score),
+                                            natural logarithm, float32 or wider
         backward(do, q, k, v, o, lse, mask) -> dq, dk, dv
 
-    Of documents, tensors are (B*T, heads, D) and lse (H, B*T), as FlashAttention's functions want.
+    With documents, tensors are (B*T, heads, D) and lse is (H, B*T), as in FlashAttention.
     """
 
     forward: Callable
     backward: Callable
-    capability: tuple[int, ...]  # CUDA major versions that it runs on; empty: the CPU alone
-    module: str = ""  # what must be importable
-    package: str = ""  # and where it comes from
-    documents: bool = False  # it takes them (Mask.documents); a kernel must say so
-    # scores are those of q and k alone, whatever the head and wherever keys stand: only then may it
-    # have parts of a sequence, on rings, and an export computes the same
+    capability: tuple[int, ...]  # CUDA major versions that it runs on; empty: on a CPU only
+    module: str = ""  # the Python module that must be importable
+    package: str = ""  # what to pip install for it
+    documents: bool = False  # it obeys Mask.documents; each kernel must say so itself
+    # True: a score depends on its q and k only, not on the head or the positions. Then the kernel
+    # may run on a part of a sequence (a ring), and Hugging Face's model computes the same (export)
     plain: bool = False
 
 
-KERNELS = {  # best first: "auto" takes the first usable one
+KERNELS = {  # best first: "auto" takes the first one that can run
     "fa4": Kernel(
         _fa4_forward,
         _fa4_backward,
@@ -260,7 +323,7 @@ KERNELS = {  # best first: "auto" takes the first usable one
         documents=True,
         plain=True,
     ),
-    # for each document a graph for its length is built, and none for one of a single token
+    # no documents: cuDNN would build a graph per length of a document, and has none for length 1
     "cudnn": Kernel(_cudnn_forward, _cudnn_backward, (9, 10), plain=True),
     "flash": Kernel(
         _flash_forward, _flash_backward, (8, 9, 10, 11, 12), documents=True, plain=True
@@ -272,15 +335,17 @@ KERNELS = {  # best first: "auto" takes the first usable one
 def why_not(
     name: str, device: torch.device, dtype: torch.dtype, documents: bool = False
 ) -> str | None:
-    """Return the reason why a kernel cannot run here, None if it can. documents: it is to take
-    them."""
+    """Return the reason why a kernel cannot run here, or None if it can.
+
+    documents: whether tokens attend inside documents only.
+    """
     kernel = KERNELS.get(name)
     if kernel is None:
         return "there is no such kernel"
     if documents and not kernel.documents:
         return f"{name} takes no documents (--document-token)"
     if device.type != "cuda":
-        return f"{name} needs a GPU, this is {device.type}" if kernel.capability else None
+        return f"{name} needs a GPU, but the device is {device.type}" if kernel.capability else None
     if (major := torch.cuda.get_device_capability(device)[0]) not in kernel.capability:
         return f"{name} does not run on CUDA capability {major}.x"
     if dtype not in (torch.bfloat16, torch.float16):
@@ -296,26 +361,33 @@ def why_not(
 def pick_kernel(
     name: str, device: torch.device, dtype: torch.dtype, documents: bool = False
 ) -> str:
-    """Return the kernel's name, "auto" resolved. Raises ValueError if it cannot be used here."""
+    """Return the name of a kernel that can run here; "auto" becomes the best one that can.
+
+    Raises ValueError, with the reasons, if the kernel cannot run.
+    """
     names = list(KERNELS) if name == "auto" else [name]
     reasons = [why_not(k, device, dtype, documents) for k in names]
     if None in reasons:
         return names[reasons.index(None)]
     usable = [k for k in KERNELS if why_not(k, device, dtype, documents) is None]
     raise ValueError(
-        f"--attention {name}: {'; '.join(reasons)}; usable: {', '.join(usable) or 'none'}"
+        f"--attention {name}: {'; '.join(reasons)}. Usable here: {', '.join(usable) or 'none'}"
     )
 
 
 # ---------------------------------------------------------------------------- by heads
 
-MAX_ELEMENTS = 2**31 - 1  # kernels index with 32 bits: no call sees a larger tensor
+MAX_ELEMENTS = 2**31 - 1  # kernels index with 32 bits, so no call may get a larger tensor
 
 
 def head_group_counts(heads: int, kv_heads: int, elements: int) -> list[int]:
-    """Return the numbers of groups in which a rank's query heads may go, H/U of K/U key/value
-    heads: a group has some key/value heads, or some query heads of one. elements: of its q; a group
-    has at most MAX_ELEMENTS of them."""
+    """Return the numbers of groups G into which a rank can divide its heads.
+
+    Each group has whole key/value heads with all of their query heads, or some of the query heads
+    of one key/value head. A group has at most MAX_ELEMENTS elements.
+
+    heads, kv_heads: H/U and K/U, of one rank. elements: of all groups' q (or k, if that is larger).
+    """
     return [
         n
         for n in divisors(heads)
@@ -324,7 +396,7 @@ def head_group_counts(heads: int, kv_heads: int, elements: int) -> list[int]:
 
 
 def gpus_reach_each_other() -> bool:
-    """Return whether this GPU reads and writes the memory of the node's others."""
+    """Return whether this GPU can read and write the memory of all other GPUs of its node."""
     here = torch.cuda.current_device()
     return all(
         torch.cuda.can_device_access_peer(here, i)
@@ -334,15 +406,15 @@ def gpus_reach_each_other() -> bool:
 
 
 class Exchange:
-    """All-to-alls between the ranks of a group, on the stream that is current.
+    """All-to-alls among the ranks of a group. They run on the current stream.
 
-    peer_access: every rank reaches the others' memory (GPUs of one node). Then copy engines push
-    each part to its destination, between two barriers of one warp, and no multiprocessor is taken
-    from the attention that runs beside it. Elsewhere it is the group's own collective, whose blocks
-    take some.
+    With `peer_access`, every rank can write to the memory of the others (GPUs of one node). Then
+    copy engines push each part to its destination, between two barriers of one warp each. This
+    takes no multiprocessor from the attention kernel that runs at the same time. Without it, the
+    group's own all-to-all runs. On GPUs that is NCCL's, which takes some multiprocessors.
     """
 
-    in_use: ClassVar[weakref.WeakSet] = weakref.WeakSet()
+    in_use: ClassVar[weakref.WeakSet] = weakref.WeakSet()  # all objects of this class
 
     def __init__(
         self,
@@ -351,26 +423,28 @@ class Exchange:
         timeout_ms: int = 600_000,
         stream: CommStream | None = None,
     ):
-        self.group = group  # None: of one rank, where nothing has to travel
+        self.group = group  # None: a single rank, which has nothing to exchange
         self.peer_access = peer_access
         self.rank = group.rank() if group else 0
-        self.ranks = group.size() if group else 1
-        self.stream = stream
-        self.timeout_ms = timeout_ms
-        self.memory = torch.empty(0)  # that the others write to, outside PyTorch's allocator
-        self.handle = None  # to theirs
+        self.ranks = group.size() if group else 1  # U
+        self.stream = stream  # callers launch all_to_all on it
+        self.timeout_ms = timeout_ms  # of a barrier
+        self.memory = torch.empty(0)  # other ranks write here; not from PyTorch's allocator
+        self.handle = None  # gives access to the other ranks' memory; None before map_memory
         self.in_use.add(self)
 
     @classmethod
     def mapped_bytes(cls) -> int:
-        """Return the bytes that ranks have mapped from each other, outside PyTorch's allocator."""
+        """Return the bytes of this rank that others can write to. PyTorch's allocator does not
+        count them."""
         return sum(exchange.memory.nbytes for exchange in cls.in_use)
 
     def allocate_buffers(self, shapes: list[tuple[int, ...]], like: Tensor) -> list[Tensor]:
-        """Return tensors of these shapes to receive in. A collective where mapped memory grows.
+        """Return tensors of these shapes to receive in. A collective if mapped memory has to grow.
 
-        With peer access all calls share one memory, so what was received must be read on this
-        stream, or before this stream goes on.
+        With peer access, all calls return views of the same memory. So the next call's all-to-all
+        may only run when the buffers of the last call have been read: on this stream, or on one
+        that this stream waits for.
         """
         if not self.peer_access:
             return [like.new_empty(shape) for shape in shapes]
@@ -381,9 +455,9 @@ class Exchange:
         return [part.view(shape) for part, shape in zip(parts, shapes)]
 
     def map_memory(self, elements: int, like: Tensor) -> None:
-        """Allocate memory that all ranks of the group write to. A collective."""
-        torch.cuda.synchronize()  # nobody uses the old memory any more: it is about to go
-        dist.barrier(self.group)
+        """Allocate memory that all ranks of the group can write to. A collective."""
+        torch.cuda.synchronize()  # this rank no longer uses the old memory, which is freed next
+        dist.barrier(self.group)  # nor does any other rank
         self.memory = torch.empty(0)
         self.handle = None
         torch.cuda.empty_cache()
@@ -391,25 +465,32 @@ class Exchange:
         self.handle = symm_mem.rendezvous(self.memory, self.group)
 
     def all_to_all(self, sent: list[Tensor], received: list[Tensor]) -> None:
-        """Send part i of each tensor (n, ...) to rank i, into part `rank` of what is received
-        there, which `allocate_buffers` has given."""
+        """Send part i of each tensor (U, ...) to rank i, which receives it as part `self.rank`.
+
+        received: a buffer of the same shape for each of them, from `allocate_buffers`.
+        """
         if self.handle is None:
             for send_buffer, recv_buffer in zip(sent, received):
                 dist.all_to_all_single(recv_buffer, send_buffer, group=self.group)
             return
-        self.handle.barrier(timeout_ms=self.timeout_ms)  # all have read what they received before
+
+        self.handle.barrier(timeout_ms=self.timeout_ms)  # all ranks have read their old parts
         for i in range(self.ranks):
-            peer = (self.rank + i) % self.ranks  # another one for each rank
+            peer = (self.rank + i) % self.ranks  # at each i, every rank writes to another peer
             for send_buffer, recv_buffer in zip(sent, received):
                 mine = recv_buffer[self.rank]
+                # the peer's buffers lie at the same offsets as this rank's
                 theirs = self.handle.get_buffer(peer, mine.shape, mine.dtype, mine.storage_offset())
                 theirs.copy_(send_buffer[peer])
         self.handle.barrier(timeout_ms=self.timeout_ms)  # all parts have arrived
 
 
 def make_exchange(groups: Groups, ranks: int, stream: CommStream, per_node: int) -> Exchange:
-    """Return the exchange between U neighbouring ranks of a sequence. per_node: ranks of a node, 0:
-    unknown. A collective of all ranks."""
+    """Return the exchange among this rank and its neighbours that share heads. A collective of all
+    ranks.
+
+    ranks: U. per_node: ranks per node; 0 if unknown.
+    """
     group = groups.get("sequence", lambda r: r // ranks)
     one_node = per_node > 0 and per_node % ranks == 0
     peer_access = one_node and stream.stream is not None and gpus_reach_each_other()
@@ -417,121 +498,174 @@ def make_exchange(groups: Groups, ranks: int, stream: CommStream, per_node: int)
 
 
 class Ulysses:
-    """The heads of one attention in G groups, and their way between U neighbouring ranks.
+    """The heads of one call of attention in G groups, and their all-to-alls among U ranks.
 
-        tokens (B, T/sp, heads, D)    <->    heads (B, U, T/sp, h, D), T/R tokens in order
+        tokens (B, T/sp, heads, D)    <->    heads (B, U, T/sp, h, D): T/R tokens, in order
 
-    Where a rank has fewer key/value heads than groups, some groups in a row share one: it travels
-    with the first of them, and the sum of its gradients back with the last. U divides the key/value
-    heads (more ranks than these take a ring). On one rank nothing has to travel.
+    The heads of a tensor are laid out as (U ranks, G groups, h heads). So rank u has in group g the
+    h query heads from (u G + g) h on. With 8 heads, U = 2 and G = 2:
 
-    Two groups are on heads at a time, in two sets of places. Whatever the exchange stream reads or
-    writes is allocated on the compute stream, and held until compute has waited for the exchange:
-    so memory is never given to another too early.
+        query heads    0 1              2 3              4 5              6 7
+                       rank 0 group 0   rank 0 group 1   rank 1 group 0   rank 1 group 1
+
+    Each group has the key/value heads that its query heads use. If a rank has fewer key/value heads
+    than groups, consecutive groups share one. Its k and v then travel with the first of these
+    groups, and the sum of its dk and dv travels back with the last one. So no all-to-all sends a
+    head twice. U divides K; if more ranks share a sequence, they form a ring.
+
+    Memory: one group computes while the next one arrives. So each tensor has two slots to arrive
+    in, and group g uses slot g % 2. (Groups that share k and v use the same slot for these.) All
+    that the exchange stream reads or writes is allocated on the compute stream, and kept alive
+    until compute has waited for the transfer. So PyTorch never gives this memory to another tensor
+    too early.
+
+    If U = 1 nothing travels, and the methods only cut tensors into groups.
     """
 
-    def __init__(self, exchange: Exchange, count: int, q: Tensor, k: Tensor, backward: bool):
+    def __init__(self, exchange: Exchange, num_groups: int, q: Tensor, k: Tensor, backward: bool):
         self.exchange = exchange
         self.ranks = exchange.ranks  # U
-        self.count = count  # G
+        self.num_groups = num_groups  # G
         if self.ranks == 1:
             return
-        inputs = [q, k, k, q, q]  # as q, k, v, o, do: places (2, U, B, T/sp, h, D), for two groups
-        outputs = [q, k, k]  # as dq, dk, dv, or o: places (U, B, T/sp, h, D)
-        if not (backward or exchange.peer_access):  # mapped memory grows once, from the start
-            inputs, outputs = inputs[:3], outputs[:1]
-        shapes = [(min(2, count // self.sharing(x)), *self.of(0, x).shape) for x in inputs]
-        shapes += [self.of(0, x).shape for x in outputs]
-        places = exchange.allocate_buffers(shapes, q)
-        self.inputs, self.outputs = places[: len(inputs)], places[len(inputs) :]
 
-    def sharing(self, x: Tensor) -> int:
-        """Return how many groups in a row have the same heads of x (B, T/sp, heads, D)."""
-        return max(1, self.ranks * self.count // x.shape[2])
+        q_shape = self.heads_of_group(0, q).shape  # (U, B, T/sp, h, D)
+        kv_shape = self.heads_of_group(0, k).shape
+        kv_groups = num_groups // self.groups_per_head(k)  # groups that share k and v count once
+        q_slots = (min(2, num_groups), *q_shape)
+        kv_slots = (min(2, kv_groups), *kv_shape)
 
-    def of(self, g: int, x: Tensor) -> Tensor:
-        """Return a view (U, B, T/sp, h, D) of group g's heads of x (B, T/sp, heads, D), by rank."""
-        n = self.sharing(x)
+        slots = {"q": q_slots, "k": kv_slots, "v": kv_slots}
+        results = [q_shape]  # o
+        # with peer access forward allocates for backward, too: mapped memory then grows only once
+        if backward or exchange.peer_access:
+            slots |= {"o": q_slots, "do": q_slots}
+            results = [q_shape, kv_shape, kv_shape]  # dq, dk, dv
+        buffers = exchange.allocate_buffers([*slots.values(), *results], q)
+        self.slots = dict(zip(slots, buffers))  # receive what travels to heads
+        self.result_buffers = buffers[len(slots) :]  # receive what travels back to tokens
+
+    def groups_per_head(self, x: Tensor) -> int:
+        """Return how many consecutive groups use the same heads of x (B, T/sp, heads, D).
+
+        It is 1 for query heads, and for key/value heads if there are enough of them.
+        """
+        return max(1, self.ranks * self.num_groups // x.shape[2])
+
+    def heads_of_group(self, g: int, x: Tensor) -> Tensor:
+        """Return group g's heads of x (B, T/sp, heads, D) as a view (U, B, T/sp, h, D), by rank."""
         b, t, _, d = x.shape
-        x = x.view(b, t, self.ranks, self.count // n, -1, d)
-        return x.select(3, g // n).permute(2, 0, 1, 3, 4)
+        groups_per_head = self.groups_per_head(x)
+        x = x.view(b, t, self.ranks, self.num_groups // groups_per_head, -1, d)
+        return x.select(3, g // groups_per_head).permute(2, 0, 1, 3, 4)
 
-    def to_heads(self, g: int, tensors: list[Tensor], first: int = 0) -> Way:
-        """Launch the way of group g's heads of tensors (B, T/sp, heads, D), the first so many of q,
-        k, v, o, do; they arrive as views (B, U, T/sp, h, D)."""
-        if self.ranks * self.count == 1:  # whole already: views of views cost the host time
-            return Way([x.unsqueeze(1) for x in tensors])
-        parts = [self.of(g, x) for x in tensors]
+    def to_heads(self, g: int, tensors: dict[str, Tensor]) -> Transfer:
+        """Launch the transfer of group g's heads from the ranks that hold their tokens to the ranks
+        that compute them.
+
+        tensors: (B, T/sp, heads, D), some of "q", "k", "v", "o" and "do". They arrive in the same
+        order as views (B, U, T/sp, h, D).
+        """
+        if self.ranks * self.num_groups == 1:  # all heads: heads_of_group would only cost host time
+            return Transfer([x.unsqueeze(1) for x in tensors.values()])
+        parts = {name: self.heads_of_group(g, x) for name, x in tensors.items()}
         if self.ranks == 1:
-            return Way([part.transpose(0, 1) for part in parts])
-        places = [
-            sets[g // self.sharing(x) % len(sets)] for x, sets in zip(tensors, self.inputs[first:])
-        ]
-        # others came with an earlier group
-        new = [i for i, x in enumerate(tensors) if g % self.sharing(x) == 0]
-        received = [places[i] for i in new]
-        sent = [torch.empty_like(place) for place in received]
+            return Transfer([part.transpose(0, 1) for part in parts.values()])
+
+        buffers = {}  # where group g's heads are, once they have arrived
+        to_send = []  # names of the tensors to send; the others came with an earlier group
+        for name, x in tensors.items():
+            groups_per_head = self.groups_per_head(x)
+            slot = (g // groups_per_head) % 2
+            buffers[name] = self.slots[name][slot]
+            if g % groups_per_head == 0:
+                to_send.append(name)
+        received = [buffers[name] for name in to_send]
+        sent = [torch.empty_like(buffer) for buffer in received]
+
         stream = self.exchange.stream
-        stream.done_reading(*received)  # by kernel g - 2
-        with stream.after_compute():  # so the places are free, on every rank
-            for i, buffer in zip(new, sent):
-                copy_heads(parts[i], buffer)
+        stream.done_reading(*received)  # kernel g - 2, or an earlier one, read these slots last
+        # compute has queued that kernel, and what makes the tensors. All ranks wait for both before
+        # they exchange, so the slots are free on every rank
+        with stream.after_compute():
+            for name, buffer in zip(to_send, sent):
+                copy_heads(parts[name], buffer)
             self.exchange.all_to_all(sent, received)
-        # of one sequence in order, without a copy
-        arrived = [place.transpose(0, 1) for place in places]
-        return Way(arrived, stream.last_event(), sent)
+        # (U, B, T/sp, ...) -> (B, U, T/sp, ...), so that each sequence's tokens are in order. If
+        # B = 1 the view is contiguous, and to_kernel_shape copies nothing
+        arrived = [buffer.transpose(0, 1) for buffer in buffers.values()]
+        return Transfer(arrived, stream.record_event(), sent)
 
     def new_outputs(self, *like: Tensor) -> list[Tensor]:
-        """Return tensors to bring parts back into. Where one group on one rank has all heads its
-        results are whole, and nothing is brought."""
-        if self.ranks * self.count == 1:
+        """Return tensors like these, into which `to_tokens` writes the results of all groups.
+
+        If there is only one group on one rank, its result is the output. Then nothing is allocated.
+        """
+        if self.ranks * self.num_groups == 1:
             return list(like)
         return [torch.empty_like(x) for x in like]
 
-    def to_tokens(self, g: int, results: list[Tensor], into: list[Tensor]) -> Way:
-        """Launch the way back of group g's results (B, T/R, h, D), of documents (B*T, h, D), into
-        its part of tensors (B, T/sp, heads, D)."""
-        if self.ranks * self.count == 1:
-            return Way([x.reshape(whole.shape) for x, whole in zip(results, into)])
-        by_rank = len(into[0]), self.ranks, -1
-        parts = [x.reshape(*by_rank, *x.shape[-2:]).transpose(0, 1) for x in results]  # as `of`
+    def to_tokens(self, g: int, results: list[Tensor], outputs: list[Tensor]) -> Transfer:
+        """Launch the transfer of group g's results back to the ranks that hold their tokens.
+
+        results: (B, T/R, h, D), or (B*T, h, D) with documents; o, or dq, dk, dv, or dq only. They
+        become group g's heads of outputs (B, T/sp, heads, D).
+        """
+        if self.ranks * self.num_groups == 1:
+            return Transfer([x.reshape(output.shape) for x, output in zip(results, outputs)])
+        b = len(outputs[0])
+        parts = []  # (U, B, T/sp, h, D), as heads_of_group has them
+        for x in results:
+            h, d = x.shape[-2:]
+            parts.append(x.reshape(b, self.ranks, -1, h, d).transpose(0, 1))
         if self.ranks == 1:
-            for part, whole in zip(parts, into):
-                copy_heads(part, self.of(g, whole))
-            return Way(into)
+            for part, output in zip(parts, outputs):
+                copy_heads(part, self.heads_of_group(g, output))
+            return Transfer(outputs)
+
         stream = self.exchange.stream
         sent = [part.contiguous() for part in parts]
-        with stream.after_compute():  # on which the group before was copied out of its places
-            self.exchange.all_to_all(sent, self.outputs)
-            for _, place, whole in zip(sent, self.outputs, into):
-                copy_heads(place, self.of(g, whole))
-                stream.done_reading(place)
-        return Way(into, stream.last_event(), sent)
+        received = self.result_buffers[: len(sent)]
+        # wait for the kernel and the copies into `sent`. The result buffers are free, because this
+        # stream itself copied the group before out of them
+        with stream.after_compute():
+            self.exchange.all_to_all(sent, received)
+            for buffer, output in zip(received, outputs):
+                copy_heads(buffer, self.heads_of_group(g, output))
+                stream.done_reading(buffer)
+        return Transfer(outputs, stream.record_event(), sent)
 
-    def ready(self, g: int, k: Tensor, dq: Tensor, *dkv: Tensor) -> list[Tensor]:
-        """Return what may go back of group g's gradients (B, T/R, h, D)."""
-        n = self.sharing(k)
-        if n == 1:
-            return [dq, *dkv]
-        if g % n == 0:
-            # of dk, dv, which groups share
-            self.sums = [part.to(accumulation_dtype(dq.dtype)) for part in dkv]
+    def complete_grads(self, g: int, k: Tensor, dq: Tensor, dk: Tensor, dv: Tensor) -> list[Tensor]:
+        """Return those of group g's gradients (B, T/R, h, D) that can travel back now.
+
+        dq always can. dk and dv can if no later group shares their key/value head; until then they
+        are summed over the groups.
+        """
+        groups_per_head = self.groups_per_head(k)
+        if groups_per_head == 1:
+            return [dq, dk, dv]
+        if g % groups_per_head == 0:  # the first group of a key/value head
+            wide = accumulation_dtype(dq.dtype)
+            self.kv_sums = [dk.to(wide), dv.to(wide)]
         else:
-            for total, part in zip(self.sums, dkv):
-                total += part
-        if (g + 1) % n:
+            for total, grad in zip(self.kv_sums, (dk, dv)):
+                total += grad
+        is_last = (g + 1) % groups_per_head == 0
+        if not is_last:
             return [dq]
-        return [dq, *(total.to(dq.dtype) for total in self.sums)]
+        return [dq, *(total.to(dq.dtype) for total in self.kv_sums)]
 
 
 # ---------------------------------------------------------------------------- by context
 
 
 def sequence_positions(seq: int, sp: int, ring: int, rank: int) -> Tensor:
-    """Return where the tokens (T/sp,) of one of its sp ranks stand in a sequence.
+    """Return the positions (T/sp,) in the sequence of the tokens that a rank holds.
 
-    ring > 1: the sequence is cut in 2R parts; ring rank r, its sp/R neighbours in a row, has parts
-    r and 2R-1-r one after the other (zigzag), so that each has as much of the causal triangle:
+    rank: 0 ... sp - 1, of the ranks that share the sequence. If ring = 1, each rank has T/sp
+    consecutive tokens. Otherwise the sequence is cut into 2R parts, and ring rank r has parts r and
+    2R-1-r (zigzag). So all ring ranks have equally much of the causal triangle. The U neighbours
+    of a ring rank divide its two parts among them.
 
         R = 2    ring rank 0: parts 0, 3    ring rank 1: parts 1, 2
     """
@@ -541,41 +675,60 @@ def sequence_positions(seq: int, sp: int, ring: int, rank: int) -> Tensor:
 
 
 @compiled
-def merge_into(o: Tensor, lse: Tensor, more: Tensor, lse_more: Tensor) -> None:
-    """Merge attention over more keys into o (B, T, H, D) and lse (B, H, T), which are changed."""
-    both = torch.logaddexp(lse, lse_more)
-    share = torch.exp(lse_more - both).transpose(1, 2).unsqueeze(-1)  # (B, T, H, 1)
-    o.copy_(o + share * (more - o))
-    lse.copy_(both)
+def merge_into(o: Tensor, lse: Tensor, o_more: Tensor, lse_more: Tensor) -> None:
+    """Merge attention over more keys into o (B, T, H, D) and lse (B, H, T), in place.
+
+    lse_new = log(exp(lse) + exp(lse_more))
+    o_new = o + exp(lse_more - lse_new) (o_more - o)
+    """
+    lse_new = torch.logaddexp(lse, lse_more)
+    weight = torch.exp(lse_more - lse_new).transpose(1, 2).unsqueeze(-1)  # (B, T, H, 1)
+    o.copy_(o + weight * (o_more - o))
+    lse.copy_(lse_new)
 
 
-def take(tokens: slice, *tensors: Tensor) -> list[Tensor]:
-    """Return tokens of tensors (B, T/R, h, D), for a kernel."""
+def select_tokens(tokens: slice, *tensors: Tensor) -> list[Tensor]:
+    """Return these tokens of tensors (B, T/R, h, D), contiguous as kernels want them."""
     return [x[:, tokens].contiguous() for x in tensors]
 
 
 class Ring:
-    """Attention over a sequence whose tokens lie on R ranks (`sequence_positions`), with all heads
-    that they share on each: its queries stay, keys and values go around (Ring Attention, arXiv
-    2310.01889; zigzag). Of one rank it is the kernel itself.
+    """Attention over a sequence whose tokens lie on R ranks: queries stay, keys and values go
+    around (Ring Attention, arXiv 2310.01889). If R = 1 it only calls the kernel.
 
-    After s steps ring rank r has the keys of r - s. Its own ones make a causal square. A rank has
-    an early and a late part of the sequence: of an earlier rank's keys both its parts attend to the
-    early ones, and of a later rank's its late part attends to all, so each further step is a
-    rectangle without a mask, as large as the square: any kernel serves. Steps are merged in
-    float32.
+    The sequence is cut in zigzag (`sequence_positions`): a rank has an early and a late part of it.
+    In each step a rank passes k and v on to the next rank. So in step s ring rank r has the keys of
+    rank r - s (modulo R). What its queries attend to depends on whose keys these are:
+
+        s = 0        its own keys: a causal square.
+        0 < s <= r   an earlier rank's keys. Both parts of r lie between that rank's two parts, so
+                     all queries attend to the early keys.
+        s > r        a later rank's keys. Both parts of that rank lie between the two of r, so the
+                     late queries attend to all keys.
+
+    For R = 4 (7 x 3,4: the queries of part 7 attend to the keys of parts 3 and 4):
+
+        ring rank   its parts   step 0     step 1     step 2     step 3
+        0           0, 7        causal     7 x 3,4    7 x 2,5    7 x 1,6
+        1           1, 6        causal     1,6 x 0    6 x 3,4    6 x 2,5
+        2           2, 5        causal     2,5 x 1    2,5 x 0    5 x 3,4
+        3           3, 4        causal     3,4 x 2    3,4 x 1    3,4 x 0
+
+    So each step after the first is a rectangle without a mask, which any kernel can compute, and
+    has as much work as the square. Steps are merged in float32. For R = 3:
 
         forward    compute  | square 0   | rectangle 1 | rectangle 2 |
                    ring     | k, v to 1  | k, v to 2   |
 
-        backward   compute  | rectangle 1 | rectangle 2              | square 0    |
-                   ring     | k, v to 2   | sum of dk, dv of 1 to 2  | sum to 0    |
+        backward   compute  | rectangle 1 | rectangle 2              | square 0            |
+                   ring     | k, v to 2   | sum of dk, dv of 1 to 2  | sum of dk, dv home  |
 
-    backward computes the square last: under it the sums of what other ranks computed for these
-    keys, which travel one step behind them, come home (R - 1 steps, in float32; of R = 2 it is one
-    step, and no sum: in the dtype of dk).
+    In backward a sum of dk and dv follows each k and v around, one step behind them, and each rank
+    adds its part. After R - 1 transfers the sum comes home to the rank whose keys these are. The
+    square is computed last, because it hides this last transfer. The sums are float32. If R = 2,
+    they have the dtype of dk, because a single part travels and nothing is added to it on the way.
 
-    sp: ranks of a sequence; those of a ring are sp/R apart.
+    sp: ranks that share a sequence. The ranks of one ring are U = sp/R apart.
     """
 
     def __init__(
@@ -590,66 +743,91 @@ class Ring:
         if ranks > 1:
             self.group = groups.get("ring", lambda r: (r // sp, r % (sp // ranks)))
             self.rank = self.group.rank()
-            if stream.stream is not None:  # NCCL connects neighbours now, not amid a step
-                self.pass_on(torch.zeros(1, device=stream.stream.device)).wait()
+            if stream.stream is not None:  # connect NCCL to the neighbours now, not during a step
+                self.shift(torch.zeros(1, device=stream.stream.device)).wait()
 
-    def pass_keys(self, arriving: Way) -> Way | None:
-        """Send k, v (B, U, T/sp, h, D) of a group, once they are there, to the next ring rank, as
-        one tensor (2, B, T/R, h, D); and receive those of the previous one."""
+    def send_kv(self, to_heads: Transfer) -> Transfer | None:
+        """Launch the first transfer of a group's keys and values to the next ring rank.
+
+        to_heads: brings q, k, v (B, U, T/sp, h, D) and maybe more to this rank. k and v are sent
+        when they have arrived, as one tensor (2, B, T/R, h, D). A key/value head that groups share
+        goes around once per group. Returns None if R = 1.
+        """
         if self.ranks == 1:
             return None
-        _, k, v, *_ = arriving.arrived
+        _, k, v, *_ = to_heads.tensors
         both = k.new_empty(2, *k.shape)
         with self.stream.after_compute():
-            wait(arriving.event)
+            # compute, which this stream follows, has not waited for k and v yet in backward
+            wait(to_heads.done_event)
             torch.stack([k, v], out=both)
-        return self.pass_on(both.flatten(2, 3))
+        return self.shift(both.flatten(2, 3))
 
-    def pass_on(self, sent: Tensor) -> Way:
-        """Send a tensor to the next ring rank, and receive that of the previous one."""
+    def shift(self, sent: Tensor) -> Transfer:
+        """Launch the transfer of a tensor to the next ring rank, and of the previous rank's tensor
+        of the same shape to this one."""
         received = torch.empty_like(sent)
-        there, here = [0] * self.ranks, [0] * self.ranks  # rows of the tensor, by rank
-        there[(self.rank + 1) % self.ranks] = here[self.rank - 1] = len(sent)
+        rows_to = [0] * self.ranks  # how many rows of the tensor go to each ring rank
+        rows_from = [0] * self.ranks
+        rows_to[(self.rank + 1) % self.ranks] = len(sent)
+        rows_from[self.rank - 1] = len(sent)
         with self.stream.after_compute():
-            # on this very stream, which send and receive would leave for one of NCCL's own
-            dist.all_to_all_single(received, sent, here, there, group=self.group)
-        return Way(received, self.stream.last_event(), [sent])
+            # not send and receive, which NCCL would run on a stream of its own
+            dist.all_to_all_single(received, sent, rows_from, rows_to, group=self.group)
+        return Transfer(received, self.stream.record_event(), [sent])
 
-    def steps(self, passing: Way) -> Iterator[tuple[Tensor, slice, slice]]:
-        """Yield k, v (2, B, T/R, h, D) of one ring rank after the other, and which of this rank's
-        queries attend to which of them."""
+    def kv_blocks(self, kv_transfer: Transfer) -> Iterator[tuple[Tensor, slice, slice]]:
+        """Yield for each step after the first: k and v (2, B, T/R, h, D), which of this rank's
+        queries attend to them, and to which of these keys.
+
+        kv_transfer: what `send_kv` has returned. The next step's transfer is launched before a step
+        is yielded.
+        """
         for step in range(1, self.ranks):
-            # hidden by the step before; emptied, since the caller holds the first Way for all steps
-            kv, passing.arrived = passing.wait(), []
+            kv = kv_transfer.wait()  # hidden by the step before, or by what ran after send_kv
+            # the caller holds the first Transfer until the last step: let go of its k and v now
+            kv_transfer.tensors = []
             if step + 1 < self.ranks:
-                passing = self.pass_on(kv)  # hidden by this step's rectangle
+                kv_transfer = self.shift(kv)  # hidden by this step's rectangle
+
             half = kv.shape[2] // 2
-            if step <= self.rank:  # of an earlier rank
+            if step <= self.rank:  # the keys of an earlier rank
                 yield kv, slice(None), slice(0, half)
-            else:
+            else:  # the keys of a later rank
                 yield kv, slice(half, None), slice(None)
         self.stream.done_reading(kv)
 
     def attend(
-        self, kernel: Kernel, mask: Mask, passing: Way | None, q: Tensor, k: Tensor, v: Tensor
+        self,
+        kernel: Kernel,
+        mask: Mask,
+        kv_transfer: Transfer | None,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        """q (B, T/R, h, D), k, v -> o like q, lse (B, h, T/R): these queries attend to the keys of
-        all ring ranks. passing: of pass_keys."""
-        o, lse = kernel.forward(q, k, v, mask)  # hides the first k, v
+        """Return attention of this rank's queries to the keys of all ring ranks.
+
+        q (B, T/R, h, D), this rank's k and v -> o like q, lse (B, h, T/R).
+        kv_transfer: the first k and v of another rank, from `send_kv`.
+        """
+        o, lse = kernel.forward(q, k, v, mask)  # the square; it hides the first k and v
         if self.ranks == 1:
             return o, lse
         o = o.to(accumulation_dtype(q.dtype))
-        for kv, queries, keys in self.steps(passing):
-            part = kernel.forward(*take(queries, q), *take(keys, *kv), EVERYTHING)
-            merge_into(o[:, queries], lse[:, :, queries], *part)
-            del kv
+        for kv, queries, keys in self.kv_blocks(kv_transfer):
+            o_more, lse_more = kernel.forward(
+                *select_tokens(queries, q), *select_tokens(keys, *kv), EVERYTHING
+            )
+            merge_into(o[:, queries], lse[:, :, queries], o_more, lse_more)
+            del kv  # so that its memory is free when the next k and v arrive
         return o.to(q.dtype), lse
 
     def attend_backward(
         self,
         kernel: Kernel,
         mask: Mask,
-        passing: Way | None,
+        kv_transfer: Transfer | None,
         lse: Tensor,
         q: Tensor,
         k: Tensor,
@@ -657,33 +835,37 @@ class Ring:
         o: Tensor,
         do: Tensor,
     ) -> list[Tensor]:
-        """Return dq, dk, dv."""
+        """Return dq, dk, dv of this rank's queries and keys. Arguments as of `attend`."""
         if self.ranks == 1:
             return kernel.backward(do, q, k, v, o, lse, mask)
         wide = accumulation_dtype(q.dtype)
         dq = torch.zeros_like(q, dtype=wide)
-        # of dk, dv (2, B, T/R, h, D), one step behind their k, v
-        sums = torch.zeros(2, *k.shape, dtype=q.dtype if self.ranks == 2 else wide, device=q.device)
-        summing = Way(sums)
-        for kv, queries, keys in self.steps(passing):
-            dq_part, *parts = kernel.backward(
-                *take(queries, do, q),
-                *take(keys, *kv),
-                *take(queries, o),
+        # dk and dv (2, B, T/R, h, D) of the keys that this rank has in a step
+        sum_dtype = q.dtype if self.ranks == 2 else wide
+        kv_sums = torch.zeros(2, *k.shape, dtype=sum_dtype, device=q.device)
+        sums_transfer = Transfer(kv_sums)
+
+        for kv, queries, keys in self.kv_blocks(kv_transfer):
+            dq_part, *kv_parts = kernel.backward(
+                *select_tokens(queries, do, q),
+                *select_tokens(keys, *kv),
+                *select_tokens(queries, o),
                 lse[:, :, queries].contiguous(),
                 EVERYTHING,
             )
             dq[:, queries] += dq_part
-            sums = summing.wait()  # hidden by this step's rectangle
-            for total, part in zip(sums, parts):
+            kv_sums = sums_transfer.wait()  # hidden by this step's rectangle
+            for total, part in zip(kv_sums, kv_parts):
                 total[:, keys] += part
-            summing = self.pass_on(sums)  # hidden by the next step's, at last by the square
+            # hidden by the next step's rectangle; in the last step by the square
+            sums_transfer = self.shift(kv_sums)
             del kv
-        dq_part, *parts = kernel.backward(do, q, k, v, o, lse, mask)
+
+        dq_part, *kv_parts = kernel.backward(do, q, k, v, o, lse, mask)  # the square
         dq += dq_part
-        sums = summing.wait()
-        dk, dv = ((total.to(wide) + part).to(q.dtype) for total, part in zip(sums, parts))
-        self.stream.done_reading(sums)
+        kv_sums = sums_transfer.wait()  # hidden by the square
+        dk, dv = ((total.to(wide) + part).to(q.dtype) for total, part in zip(kv_sums, kv_parts))
+        self.stream.done_reading(kv_sums)
         return [dq.to(q.dtype), dk, dv]
 
 
@@ -691,27 +873,30 @@ class Ring:
 def check_ring(
     name: str, heads: int, kv_heads: int, head_dim: int, device: torch.device, dtype: torch.dtype
 ) -> None:
-    """Raise ValueError if a kernel may not run on a ring: if the causal square and the rectangles
-    that a ring of two makes of a small sequence, merged, are not attention over the whole sequence,
-    forward and backward.
+    """Raise ValueError if a kernel is wrong on a ring.
 
-    A kernel that looks at heads or at positions fails here, and so does a backward that recomputes
-    its own o and log-sum-exp: on a ring these are of the keys of all ranks. heads, kv_heads: of a
-    rank; two at most are tried."""
+    The kernel computes a small sequence twice, forward and backward: as a whole, and in the squares
+    and rectangles of a ring of two. Both results must be equal. So a kernel is refused whose scores
+    depend on heads or positions. A backward is refused that recomputes o and log-sum-exp, because
+    on a ring those it is given are of the keys of all ranks.
+
+    heads, kv_heads: H and K of one rank. At most two of them are tried.
+    """
     refused = f"--attention {name} on a ring"
     try:
         errors = ring_errors(KERNELS[name], heads, kv_heads, head_dim, device, dtype)
-    except Exception as e:  # of a rectangle a kernel is not told its heads
+    except Exception as e:  # in a rectangle a kernel does not know its heads (Mask.heads)
         raise ValueError(
-            f"{refused}: the kernel fails where queries attend to the keys of another rank "
-            f"({type(e).__name__}: {e}), so it is not Kernel(..., plain=True); --ring 1"
+            f"{refused}: the kernel fails when queries attend to the keys of another rank "
+            f"({type(e).__name__}: {e}). So its row in KERNELS must not say plain=True. "
+            "Run it with --ring 1"
         ) from e
     for what, error in errors.items():
-        if not error < (1e-4 if dtype.itemsize > 2 else 3e-2):
+        if not error < (1e-4 if dtype.itemsize > 2 else 3e-2):  # nan is refused, too
             raise ValueError(
                 f"{refused}: {what} differs by {error:.2g} of its size from attention over the "
-                "whole sequence. Its backward must use the o and log-sum-exp that it is given, and "
-                "its scores may depend on q and k only; --ring 1"
+                "whole sequence. The kernel's backward must use the o and log-sum-exp that it is "
+                "given, and its scores may depend on q and k only. Otherwise run with --ring 1"
             )
 
 
@@ -723,56 +908,71 @@ def ring_errors(
     device: torch.device,
     dtype: torch.dtype,
 ) -> dict[str, float]:
-    """Return how far o, dq, dk and dv of a ring of two are from attention over the whole of a small
-    sequence, as fractions of their size."""
-    shared = heads > kv_heads
-    n, n_kv = (2, 1) if shared else (min(2, heads), min(2, heads))
+    """Return how far o, dq, dk and dv of a ring of two are from those of the whole sequence.
+
+    The errors are norms of differences, as fractions of the norm. One process computes for both
+    ranks of the ring, on a small random sequence.
+    """
+    if heads > kv_heads:  # query heads share a key/value head
+        num_heads, num_kv_heads = 2, 1
+    else:
+        num_heads = num_kv_heads = min(2, heads)
     part = 64  # tokens; a ring of two cuts a sequence into four parts
     rng = torch.Generator().manual_seed(0)
     q, k, v, do = (
         torch.randn(1, 4 * part, count, head_dim, generator=rng).to(device, dtype)
-        for count in (n, n_kv, n_kv, n)
+        for count in (num_heads, num_kv_heads, num_kv_heads, num_heads)
     )
-    causal, every = Mask(heads=range(n)), EVERYTHING
+    causal = Mask(heads=range(num_heads))
     o, lse = kernel.forward(q, k, v, causal)
-    want = [o, *kernel.backward(do, q, k, v, o, lse, causal)]
-    found = [torch.zeros_like(t, dtype=accumulation_dtype(dtype)) for t in (q, q, k, v)]
+    whole_results = [o, *kernel.backward(do, q, k, v, o, lse, causal)]
+
+    ring_results = [torch.zeros_like(t, dtype=accumulation_dtype(dtype)) for t in (q, q, k, v)]
     for ring_rank in (0, 1):
         own = sequence_positions(4 * part, 2, 2, ring_rank).to(device)
         other = sequence_positions(4 * part, 2, 2, 1 - ring_rank).to(device)
-        # as Ring.steps yields them: which of its queries attend to which of the other's keys
-        queries, keys = (own, other[:part]) if ring_rank else (own[part:], other)
-        here = slice(None) if ring_rank else slice(part, None)
+        # the rectangle, as in Ring.kv_blocks: positions of its queries and keys, and which of the
+        # rank's own queries these are
+        if ring_rank == 1:
+            queries, keys, own_queries = own, other[:part], slice(None)
+        else:
+            queries, keys, own_queries = own[part:], other, slice(part, None)
+
+        # forward, as Ring.attend
         o, lse = kernel.forward(q[:, own], k[:, own], v[:, own], causal)
         o = o.to(accumulation_dtype(dtype))
-        more = kernel.forward(q[:, queries], k[:, keys], v[:, keys], every)
-        merge_into(o[:, here], lse[:, :, here], *more)
+        more = kernel.forward(q[:, queries], k[:, keys], v[:, keys], EVERYTHING)
+        merge_into(o[:, own_queries], lse[:, :, own_queries], *more)
         o = o.to(dtype)
-        found[0][:, own] = o.to(found[0].dtype)
+        ring_results[0][:, own] = o.to(ring_results[0].dtype)
+
+        # backward, as Ring.attend_backward
         square = kernel.backward(do[:, own], q[:, own], k[:, own], v[:, own], o, lse, causal)
         rectangle = kernel.backward(
             do[:, queries],
             q[:, queries],
             k[:, keys],
             v[:, keys],
-            o[:, here].contiguous(),
-            lse[:, :, here].contiguous(),
-            every,
+            o[:, own_queries].contiguous(),
+            lse[:, :, own_queries].contiguous(),
+            EVERYTHING,
         )
-        for total, grad, at in zip(found[1:], square, (own, own, own)):
-            total[:, at] += grad
-        for total, grad, at in zip(found[1:], rectangle, (queries, keys, keys)):
-            total[:, at] += grad
+        for total, grad in zip(ring_results[1:], square):
+            total[:, own] += grad
+        for total, grad, positions in zip(ring_results[1:], rectangle, (queries, keys, keys)):
+            total[:, positions] += grad
     return {
-        what: ((ring - whole).norm() / whole.norm()).item()
-        for what, ring, whole in zip(("o", "dq", "dk", "dv"), found, want)
+        what: ((ours - want).norm() / want.norm()).item()
+        for what, ours, want in zip(("o", "dq", "dk", "dv"), ring_results, whole_results)
     }
 
 
-# ---------------------------------------------------------------------------- all of it
+# ---------------------------------------------------------------------------- what the model calls
 
 
 class _Attention(Function):
+    """Attention under autograd, for layers that run whole."""
+
     @staticmethod
     def forward(ctx, q, k, v, op):
         o, lse = op.forward(q, k, v)
@@ -784,19 +984,23 @@ class _Attention(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, do, _):
+        # do is complete, and there are no pending gradients of weights
         return *ctx.op.backward(lambda: (do, []), *ctx.saved_tensors), None
 
 
 class Attention:
-    """A kernel of the table, for one group of heads after the other, over a sequence that lies on
-    sp = R * U neighbouring ranks: U of them by heads, whose R rows are ring ranks. Called, with
-    autograd; or forward and backward, as they are. lse: (G, B, h, T/R); of documents (G, h, B*T).
+    """Causal attention with one kernel, over a sequence that sp = R * U neighbouring ranks share.
 
         q (B, T/sp, H, D) -> group by group (B, T/R, h, D) -> o (B, T/sp, H, D)
 
-    head_groups: the fewest; more, where a kernel would see too large a tensor. tp_rank: of tensor
-    parallelism. Raises ValueError for a kernel that sees heads, on a ring: a rectangle's keys do
-    not stand where it would count them.
+    Call it to run under autograd. offload.py calls `forward` and `backward` by hand. The U ranks
+    that share heads are neighbours; ranks with the same place among their U form a ring.
+
+    lse is (G, B, h, T/R), or (G, h, B*T) with documents.
+
+    head_groups: the smallest number of groups G. There are more if a kernel would get a tensor with
+    more than MAX_ELEMENTS elements. tp_rank: which slice of the model's heads this rank has, in
+    tensor parallelism. Raises ValueError for a ring with a kernel that is not `plain`.
     """
 
     def __init__(
@@ -815,20 +1019,23 @@ class Attention:
         self.mask = CAUSAL
         if self.ring.ranks > 1 and not self.kernel.plain:
             raise ValueError(
-                f"--attention {kernel} --ring {self.ring.ranks}: this kernel may see heads, or "
-                "where keys stand (Kernel.plain), and a ring gives it parts of a sequence: --ring 1"
+                f"--attention {kernel} --ring {self.ring.ranks}: a ring gives a kernel parts of a "
+                "sequence, and the scores of this kernel may depend on heads or positions: its row "
+                "in KERNELS does not say plain=True. Run it with --ring 1"
             )
 
     def with_documents(self, documents: Documents) -> "Attention":
-        """Return this op for a micro-batch whose tokens attend inside their documents alone."""
-        assert self.ring.ranks == 1, "documents would cut rectangles"
+        """Return this attention for a micro-batch whose tokens attend inside documents only."""
+        assert self.ring.ranks == 1, "a ring's rectangles know no documents"
         op = copy.copy(self)
         op.mask = replace(self.mask, documents=documents)
         return op
 
     def of_layer(self, i: int) -> "Attention":
-        """Return this op for layer i, whose number kernels find in their mask: so attention that
-        differs by layer (local and global layers in turn) is one line of a kernel."""
+        """Return this attention for layer i. Kernels find the number in `mask.layer`.
+
+        So a model with local and global layers in turn takes one line in a kernel.
+        """
         op = copy.copy(self)
         op.mask = replace(self.mask, layer=i)
         return op
@@ -836,46 +1043,58 @@ class Attention:
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         return _Attention.apply(q, k, v, self)
 
-    def cut(self, q: Tensor, k: Tensor, backward: bool = False) -> Ulysses:
-        """Return the groups of heads of q (B, T/sp, H, D), k (B, T/sp, K, D)."""
+    def split_heads(self, q: Tensor, k: Tensor, backward: bool = False) -> Ulysses:
+        """Divide the heads of q (B, T/sp, H, D) and k (B, T/sp, K, D) into groups: as few as
+        MAX_ELEMENTS allows, but at least `head_groups`."""
         ranks = self.exchange.ranks
         elements = max(q.numel(), k.numel())
-        legal = head_group_counts(q.shape[2] // ranks, k.shape[2] // ranks, elements)
-        count = next((n for n in legal if n >= self.head_groups), None)
-        assert count, f"{self.head_groups} groups of heads of {tuple(q.shape)}: one of {legal}"
-        return Ulysses(self.exchange, count, q, k, backward)
+        counts = head_group_counts(q.shape[2] // ranks, k.shape[2] // ranks, elements)
+        num_groups = next((n for n in counts if n >= self.head_groups), None)
+        assert num_groups, (
+            f"q {tuple(q.shape)} and k {tuple(k.shape)} cannot have {self.head_groups} groups of "
+            f"heads or more on each of {ranks} ranks, only {counts}"
+        )
+        return Ulysses(self.exchange, num_groups, q, k, backward)
 
-    def mask_of(self, heads: Ulysses, g: int, q: Tensor) -> Mask:
-        """Return the mask of group g, which says where its heads of q (B, T/sp, H, D), or of a
-        column's, stand in the model."""
-        n = q.shape[2] // (heads.ranks * heads.count)
-        first = self.tp_rank * q.shape[2] + (self.exchange.rank * heads.count + g) * n
-        return replace(self.mask, heads=range(first, first + n))
+    def group_mask(self, ulysses: Ulysses, g: int, q: Tensor) -> Mask:
+        """Return the mask of group g. It says which heads of the model the group has.
 
-    def on_heads(self, arrived: list[Tensor]) -> list[Tensor]:
-        """(B, U, T/sp, h, D) -> as kernels take them, (B, T/R, h, D); of documents (B*T, h, D)."""
+        q: (B, T/sp, H, D), with the H heads of this rank's tensor-parallel slice.
+        """
+        h = q.shape[2] // (ulysses.ranks * ulysses.num_groups)
+        first_of_slice = self.tp_rank * q.shape[2]
+        first = first_of_slice + (self.exchange.rank * ulysses.num_groups + g) * h
+        return replace(self.mask, heads=range(first, first + h))
+
+    def to_kernel_shape(self, arrived: list[Tensor]) -> list[Tensor]:
+        """(B, U, T/sp, h, D) -> (B, T/R, h, D), contiguous; with documents -> (B*T, h, D)."""
         first = 1 if self.mask.documents is None else 0
         return [x.flatten(first, 2).contiguous() for x in arrived]
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """q (B, T/sp, H, D), k, v (B, T/sp, K, D) -> o like q, lse."""
-        heads = self.cut(q, k)
-        into = heads.new_outputs(q)
+        ulysses = self.split_heads(q, k)
+        inputs = {"q": q, "k": k, "v": v}
+        outputs = ulysses.new_outputs(q)
         lse = []
-        back = Way([])
-        arriving = heads.to_heads(0, [q, k, v])
-        for g in range(heads.count):
-            arrived = arriving.wait()  # hidden by the kernel before; of the first group, not
-            passing = self.ring.pass_keys(arriving)  # hidden by the square
-            if g + 1 < heads.count:  # hidden by this kernel
-                arriving = heads.to_heads(g + 1, [q, k, v])
-            mask = self.mask_of(heads, g, q)
-            o, lse_of_group = self.ring.attend(self.kernel, mask, passing, *self.on_heads(arrived))
+        to_tokens = Transfer([])
+        to_heads = ulysses.to_heads(0, inputs)
+        for g in range(ulysses.num_groups):
+            arrived = to_heads.wait()  # hidden by kernel g - 1; exposed for the first group
+            kv_transfer = self.ring.send_kv(to_heads)  # hidden by the ring's square
+            if g + 1 < ulysses.num_groups:
+                to_heads = ulysses.to_heads(g + 1, inputs)  # hidden by kernel g
+
+            mask = self.group_mask(ulysses, g, q)
+            o, lse_of_group = self.ring.attend(
+                self.kernel, mask, kv_transfer, *self.to_kernel_shape(arrived)
+            )
             lse.append(lse_of_group)
-            back.wait()  # hidden by this kernel
-            back = heads.to_tokens(g, [o], into)
+
+            to_tokens.wait()  # of group g - 1; hidden by kernel g
+            to_tokens = ulysses.to_tokens(g, [o], outputs)
             del o
-        (o,) = back.wait()  # not hidden
+        (o,) = to_tokens.wait()  # exposed
         return o, torch.stack(lse)
 
     def backward(
@@ -888,34 +1107,49 @@ class Attention:
         lse: Tensor,
         in_place: bool = False,
     ) -> list[Tensor]:
-        """Return dq, dk, dv. make_dout() -> do (B, T/sp, H, D), and a list of functions, work that is
-        left: both hide what travels. in_place: gradients may take the places of q, k and v."""
-        heads = self.cut(q, k, backward=True)
-        arriving = heads.to_heads(0, [q, k, v, o])
-        passing = self.ring.pass_keys(arriving)
-        do, left = make_dout()  # hides the first group's q, k, v, o
+        """Return dq, dk, dv, like q, k, v.
+
+        make_dout() runs block.post's backward. It returns do (B, T/sp, H, D), and functions that
+        compute the pending gradients of weights. Both hide transfers.
+        in_place: dq, dk and dv may overwrite q, k and v.
+        """
+        ulysses = self.split_heads(q, k, backward=True)
+
+        # the first group's transfers, while block.post's backward runs
+        inputs = {"q": q, "k": k, "v": v, "o": o}
+        to_heads = ulysses.to_heads(0, inputs)
+        next_kv_transfer = self.ring.send_kv(to_heads)
+        do, pending_weight_grads = make_dout()  # hides the first group's q, k, v, o
         do = do.contiguous()
-        of_do = heads.to_heads(0, [do], first=4)
-        while len(left) > (heads.ranks > 1):  # hides the first group's do
-            left.pop(0)()
-        into = [q, k, v] if in_place else heads.new_outputs(q, k, v)
-        back = Way([])
-        for g in range(heads.count):
-            arrived = arriving.wait()  # hidden by the kernel before
+        do_to_heads = ulysses.to_heads(0, {"do": do})
+        inputs["do"] = do
+
+        # if results travel, keep one gradient to hide the last group's
+        num_kept = 1 if ulysses.ranks > 1 else 0
+        while len(pending_weight_grads) > num_kept:
+            pending_weight_grads.pop(0)()  # hides the first group's do
+
+        outputs = [q, k, v] if in_place else ulysses.new_outputs(q, k, v)
+        to_tokens = Transfer([])
+        for g in range(ulysses.num_groups):
+            arrived = to_heads.wait()  # hidden by kernel g - 1; of group 0, by make_dout
             if g == 0:
-                arrived += of_do.wait()
-            passed = passing
-            if g + 1 < heads.count:  # hidden by this kernel
-                arriving = heads.to_heads(g + 1, [q, k, v, o, do])
-                passing = self.ring.pass_keys(arriving)
-            mask = self.mask_of(heads, g, q)
+                arrived += do_to_heads.wait()  # hidden by the weight gradients above
+            kv_transfer = next_kv_transfer
+            if g + 1 < ulysses.num_groups:  # both are hidden by kernel g
+                to_heads = ulysses.to_heads(g + 1, inputs)
+                next_kv_transfer = self.ring.send_kv(to_heads)
+
+            mask = self.group_mask(ulysses, g, q)
             grads = self.ring.attend_backward(
-                self.kernel, mask, passed, lse[g], *self.on_heads(arrived)
+                self.kernel, mask, kv_transfer, lse[g], *self.to_kernel_shape(arrived)
             )
-            grads = heads.ready(g, k, *grads)
-            back.wait()  # hidden by this kernel
-            back = heads.to_tokens(g, grads, into)
+            grads = ulysses.complete_grads(g, k, *grads)
+
+            to_tokens.wait()  # of group g - 1; hidden by kernel g
+            to_tokens = ulysses.to_tokens(g, grads, outputs)
             del grads
-        for product in left:
-            product()  # hides the last group's way back
-        return back.wait()
+
+        for compute_weight_grad in pending_weight_grads:
+            compute_weight_grad()
+        return to_tokens.wait()  # hidden by the last weight gradient

@@ -613,7 +613,7 @@ class ChunkedLayers:
         with self.offload_stream.after_compute():  # hidden by layer i + 1
             for name, place in saved.on_host.items():
                 place.copy_(saved.tensors[name], non_blocking=True)
-        saved.offload_done = self.offload_stream.last_event()
+        saved.offload_done = self.offload_stream.record_event()
 
     def free_offloaded(self, micro_batch: MicroBatch, i: int) -> None:
         """Give back the memory of layer i, once it is on the host."""
@@ -635,7 +635,7 @@ class ChunkedLayers:
                 host_buffer = micro_batch.host_buffers[i]
                 place.copy_(host_buffer, non_blocking=True)
                 self.prefetch_stream.done_reading(host_buffer)
-        micro_batch.prefetch_done[g] = self.prefetch_stream.last_event()
+        micro_batch.prefetch_done[g] = self.prefetch_stream.record_event()
 
     def enter_group(self, micro_batch: MicroBatch, last: int) -> None:
         """Have on the GPU what a group of layers saved, whose last one is due, and launch the next

@@ -297,7 +297,7 @@ class HostStates:
     def begin(self) -> None:
         """Begin an update: what is read must be what the last one has written."""
         with self.stream_in.beside_compute():
-            wait(self.stream_out.last_event())  # hidden by a whole step
+            wait(self.stream_out.record_event())  # hidden by a whole step
 
     def visits(self, states: dict[str, Tensor]) -> Iterator[tuple[slice, dict[str, Tensor]]]:
         """Yield one part of a matrix after the other: which elements, and their states on the GPU.
@@ -311,14 +311,14 @@ class HostStates:
             with self.stream_in.beside_compute():
                 wait(buffer.event)  # what was in it is on the host; hidden by the visits between
                 torch._foreach_copy_(on_gpu, on_host, non_blocking=True)
-            wait(self.stream_in.last_event())  # hidden by the forward that host_update runs under
+            wait(self.stream_in.record_event())  # hidden by the forward that host_update runs under
             yield part, dict(zip(states, on_gpu))
             with self.stream_out.after_compute():  # hidden by the next part's way in
                 torch._foreach_copy_(on_host, on_gpu, non_blocking=True)
                 self.stream_out.done_reading(*on_gpu)
-            buffer.event = self.stream_out.last_event()
+            buffer.event = self.stream_out.record_event()
 
     def synchronize(self) -> None:
         """Let the host wait until its memory holds what the last update has written."""
-        if event := self.stream_out.last_event():
+        if event := self.stream_out.record_event():
             event.synchronize()

@@ -146,7 +146,7 @@ class StepMemory:
         self.stream = self.stream or CommStream(torch.device(self.device))
         with self.stream.after_compute():  # inputs are there, the last results were read
             results = self.run_here(step, inputs)
-        wait(self.stream.last_event())  # in the open: results are read next
+        wait(self.stream.record_event())  # in the open: results are read next
         return results
 
     def run_here(self, step, inputs):

@@ -534,7 +534,7 @@ class States:
 
     def launch_param_gather(self, params: list[ShardedParam]) -> None:
         """Launch the all-gathers, (S/p,) -> (S,), of weights that their buffers do not hold yet."""
-        params = [param for param in params if param.unsharded_param.holder is not param]
+        params = [param for param in params if param.unsharded_param.held_param is not param]
         if not params:
             return
         stream = self.streams["param_gather"]
@@ -543,8 +543,8 @@ class States:
                 buffer = param.unsharded_param
                 wait(param.broadcast_done)  # param_shard is new; hidden by update and layers before
                 all_gather(buffer.data, param.param_shard, group=self.param_gather_group)
-                buffer.holder = param
-                buffer.event = stream.last_event()
+                buffer.held_param = param
+                buffer.event = stream.record_event()
 
     def enter_phase(self, phase: str) -> None:
         """Record an event of the compute stream that `progress` can ask for, and tell on_phase; a
@@ -662,7 +662,7 @@ class States:
             else:
                 param.grad_shard.add_(x)
             stream.done_reading(param.as_matrix(param.unsharded_grad.data))
-        param.unsharded_grad.event = stream.last_event()
+        param.unsharded_grad.event = stream.record_event()
 
     def reduce_unit(self, unit: Unit) -> None:
         """Launch the sum over the replicas of a layer's gradients, which are complete: (S/g,) to
@@ -675,7 +675,7 @@ class States:
         casts = self.grad_dtype != self.dtype
         with self.streams["grad_reduce"].after_compute():
             # their grad_shards are complete; hidden by the backward of the layers that follow
-            wait(self.streams["grad_scatter"].last_event())
+            wait(self.streams["grad_scatter"].record_event())
             for _, params in itertools.groupby(
                 unit.params, lambda param: param if casts else param.replicas
             ):
@@ -718,8 +718,8 @@ class States:
             self.vector_grad.fill_(math.nan)
         dist.all_reduce(self.vector_grad)
         # every grad_shard is final; hidden by the backward, but for its last layers' reductions
-        wait(self.streams["grad_scatter"].last_event())
-        wait(self.streams["grad_reduce"].last_event())
+        wait(self.streams["grad_scatter"].record_event())
+        wait(self.streams["grad_reduce"].record_event())
 
     def check_uses(self) -> None:
         """Raise ConfigError on all ranks if a step was not finite since one of them has not used
@@ -796,7 +796,7 @@ class States:
         stream = self.streams["param_broadcast"]
         group = self.param_subgroup
         for param in unit.params:
-            param.unsharded_param.holder = None  # what was gathered is old
+            param.unsharded_param.held_param = None  # what was gathered is old
         if not (group or self.host_states):
             return  # they are new where compute goes on
         on_gpu = self.device.type == "cuda"
@@ -812,7 +812,7 @@ class States:
                     own = param.owned_param if on_gpu else param.owned_param.clone()
                     all_gather(param.param_shard, own, group=group)
         # where broadcasts do not overlap, they run where the update does
-        broadcast_done = stream.last_event() or self.streams["host_update"].last_event()
+        broadcast_done = stream.record_event() or self.streams["host_update"].record_event()
         for param in unit.params:
             param.broadcast_done = broadcast_done
 

@@ -1,22 +1,22 @@
-"""CUDA streams for what runs beside computation, and page-locked host memory to copy to.
+"""CUDA streams that overlap communication with computation, and page-locked host memory.
 
-Each kind of communication or copy has a stream of its own. It always follows one pattern: launch,
-compute, wait.
+Each kind of communication or copy has a stream of its own (CommStream). Its users always follow one
+pattern: launch, compute, wait.
 
-    with stream.after_compute():            # starts when compute has come this far
-        dist.all_reduce(x, group=group)
-    event = stream.last_event()
-    ...                                     # compute goes on, and hides the all-reduce
-    wait(event)                             # compute waits; the host does not
+    with stream.after_compute():            # starts when compute has done all work queued so far
+        dist.all_reduce(x, group=group)     # launch: runs on the stream, the host does not stop
+    event = stream.record_event()
+    y = a @ b                               # compute: this product hides the all-reduce
+    wait(event)                             # wait: compute's next kernel may read x
 
-On a CPU, or where overlap is switched off, a CommStream is the compute stream itself. Then all runs
-in the order of the program, and no wait is needed, so every test of the engine runs without a GPU.
+On a CPU, or when overlap is switched off, a CommStream is the compute stream itself. Then all work
+runs in program order, and nothing has to wait. So the engine's tests also run without a GPU.
 
-Host buffers are allocated once. They are page-locked, so that copies run beside kernels, and
-`carve` cuts one buffer of bytes into tensors.
+Host memory is allocated once (`pin_host_buffers`). It is page-locked, because only then does a copy
+run concurrently with kernels. `carve` lays several tensors out in one such buffer.
 
-Left out: a general transfer queue. shard.py, attention.py and offload.py each write down, in their
-first docstrings, what hides each of their transfers.
+Left out: a general transfer queue. The docstrings at the top of shard.py, attention.py and
+offload.py say where each transfer is launched, what hides it, and what waits for it.
 """
 
 import contextlib
@@ -34,67 +34,82 @@ from torch import Tensor
 
 
 class CommStream:
-    """A CUDA stream for one kind of communication. It has high priority, so that its few thread
-    blocks are scheduled before those of a large compute kernel.
+    """A CUDA stream for one kind of communication or copy.
 
-    On a CPU, or with `overlap` off, it is the compute stream itself: then everything happens in the
-    order of the program, and nothing needs a wait.
+    It has high priority, so that its few thread blocks are scheduled before those of a large
+    compute kernel. On a CPU, or if `overlap` is off, it is the compute stream itself.
     """
 
     def __init__(self, device: torch.device, overlap: bool = True):
-        self.stream = None
+        self.stream = None  # None: the compute stream
         self.overlap = overlap
         if overlap and device.type == "cuda":
             self.stream = torch.cuda.Stream(device, priority=-1)
 
     def after_compute(self):
-        """Launch what follows on this stream, after all that compute has enqueued so far."""
+        """Launch the block's work on this stream, after all work that compute has queued so far."""
         if self.stream:
             self.stream.wait_stream(torch.cuda.current_stream())
         return self.beside_compute()
 
     def beside_compute(self):
-        """Launch what follows on this stream, which waits for no computation."""
+        """Launch the block's work on this stream at once, without waiting for compute."""
         return torch.cuda.stream(self.stream) if self.stream else contextlib.nullcontext()
 
-    def last_event(self):
-        """An event behind all that was launched so far, for `wait`; None where nothing can wait."""
+    def record_event(self):
+        """Return an event that is reached when all work launched on this stream so far is done.
+
+        `wait` takes it. It is None if this is the compute stream, because nothing has to wait then.
+        """
         return self.stream.record_event() if self.stream else None
 
     def done_reading(self, *buffers: Tensor) -> None:
-        """Mark buffers as read on the current stream: from here on they may be filled again. Does
-        nothing; the streams of tests, which start late, fill the buffers with NaN here."""
+        """No-op. Tests override it to poison the buffer.
+
+        A call marks the point of the current stream from which a buffer may be overwritten. There
+        the streams of tests fill it with NaN, so a read that comes too late gives wrong numbers.
+        """
 
 
 def wait(event) -> None:
-    """Let the current stream go on when the event is reached; the host does not stop."""
+    """Make the current stream wait for an event of `record_event`. The host does not stop."""
     if event is not None:
         torch.cuda.current_stream().wait_event(event)
 
 
 @dataclass
-class Way:
-    """Tensors on their way from tokens to heads, back, or around a ring."""
+class Transfer:
+    """Tensors that travel between ranks on a CommStream: to heads, to tokens, or around a ring."""
 
-    arrived: list[Tensor] | Tensor
-    event: object = None  # they are there
-    sent: list[Tensor] = field(default_factory=list)  # read until then
+    tensors: list[Tensor] | Tensor  # what arrives
+    done_event: object = None  # reached when they have arrived; None: they are here already
+    # what the transfer reads. PyTorch may give a freed tensor's memory to the next tensor of the
+    # compute stream while the transfer still reads it, so these stay alive until compute has waited
+    keep_alive: list[Tensor] = field(default_factory=list)
 
     def wait(self) -> list[Tensor] | Tensor:
-        """Let compute wait until they are there, and return them."""
-        wait(self.event)
-        self.sent.clear()
-        return self.arrived
+        """Make compute wait until the tensors have arrived, and return them."""
+        wait(self.done_event)
+        self.keep_alive.clear()
+        return self.tensors
 
 
 @dataclass
 class Buffer:
-    """A fixed place for a whole weight, for one micro-batch's whole gradient, or for states that
-    visit. A gradient or state that is put there waits for its event; a weight, for compute."""
+    """A GPU buffer at a fixed address, which several matrices use in turn.
 
-    data: Tensor | list[Tensor]  # (S,); for states, one tensor per state
-    holder: object = None  # the ShardedParam whose newest weight it holds, or will at `event`
-    # of param_gather: the weight is here; of grad_scatter: the gradient was read, the place is free
+    What `event` means depends on what lies in the buffer:
+
+        unsharded parameter   it has been gathered. Compute waits for this before it reads.
+        unsharded gradient    it has been reduced. Compute waits for this before it writes the
+                              next one.
+        optimizer states      their new values are back on the host. The copy that brings the next
+                              states waits for this. (Only if states lie on the host.)
+    """
+
+    data: Tensor | list[Tensor]  # (S,) elements; for optimizer states one tensor per state
+    # the ShardedParam whose newest parameter is gathered here, or will be once `event` is reached
+    held_param: object = None
     event: object = None
 
 
@@ -102,35 +117,42 @@ class Buffer:
 
 GIB = 2**30
 HOST_BYTES = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")  # of this machine
-HOST_ALIGN_BYTES = 512  # where a tensor starts in a host buffer
+HOST_ALIGN_BYTES = 512  # a tensor in a host buffer begins at a multiple of this
 
 
 def host_budget(ranks: int, asked: int | None) -> float:
-    """Return the bytes of host memory that a rank may use for states and activations: its share of
-    what was asked for, or else of seven eighths of what control groups and the machine allow.
-    ranks: how many share the node; asked: --host-memory, bytes of the node. Raises ValueError if
-    less is allowed than was asked for."""
+    """Return the bytes of host memory that a rank may use for optimizer states and activations.
+
+    ranks: number of ranks on this node, which share its memory equally.
+    asked: --host-memory, in bytes per node. None: seven eighths of what the machine and its control
+    groups allow. Raises ValueError if they allow less than was asked for.
+    """
     limits = [HOST_BYTES]
     path = Path("/proc/self/cgroup").read_text().partition("::")[2].strip()
     group = Path("/sys/fs/cgroup" + path)
     for folder in (group, *group.parents):
-        with contextlib.suppress(OSError, ValueError):  # not there, or "max"
+        with contextlib.suppress(OSError, ValueError):  # the file is missing, or says "max"
             limits.append(int((folder / "memory.max").read_text()))
     allowed = min(limits)
-    if (asked or 0) > allowed:
+
+    if asked is None:
+        return allowed * 7 // 8 / ranks
+    if asked > allowed:
         raise ValueError(
-            f"--host-memory {asked / GIB:.0f}G: this machine, or its control group, "
-            f"allows {allowed / GIB:.0f}G, and other things need some of it"
+            f"--host-memory {asked / GIB:.0f}G is too much: this machine, or its control group, "
+            f"allows {allowed / GIB:.0f}G. Ask for less than that, because other things on the "
+            "node need some of it."
         )
-    return (allowed * 7 // 8 if asked is None else asked) / ranks
+    return asked / ranks
 
 
 def pin_host_buffers(sizes: list[int], pin: bool) -> list[Tensor]:
-    """Return host buffers of so many bytes, of zeros, page-locked if `pin`. Raises MemoryError.
+    """Return one host buffer of zeros per size, in bytes; page-locked if `pin`.
 
-    Page faults are what takes the time: huge pages have fewer, and threads, as many as cores, touch
-    buffers in parallel. (PyTorch's own pinned allocator would round up to a power of two.) A copy
-    must not cross two registrations, so a buffer has one of its own.
+    Raises MemoryError if CUDA cannot lock that much. Most of the time goes into page faults. So
+    buffers use huge pages, which have fewer faults, and one thread per core touches them in
+    parallel. PyTorch's own pinned allocator is not used, since it rounds sizes up to a power of
+    two. Each buffer is registered by itself, because a copy must not cross two registrations.
     """
     if not pin:
         return [torch.zeros(size, dtype=torch.uint8) for size in sizes]
@@ -138,25 +160,27 @@ def pin_host_buffers(sizes: list[int], pin: bool) -> list[Tensor]:
     device = torch.cuda.current_device()
 
     def lock(size: int) -> Tensor:
-        torch.cuda.set_device(device)  # of this thread
-        mapped = max(1, size)  # a rank may save nothing
+        torch.cuda.set_device(device)  # a new thread starts with device 0
+        mapped = max(1, size)  # a rank may save nothing, and a mapping needs a byte
         private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
         memory = mmap.mmap(-1, mapped, flags=private)
         with contextlib.suppress(OSError):  # a kernel without huge pages
-            memory.madvise(mmap.MADV_HUGEPAGE)  # before a page is touched
+            memory.madvise(mmap.MADV_HUGEPAGE)  # before the first page is touched
         view = memoryview(memory)
         buffer = torch.frombuffer(view, dtype=torch.uint8)
-        buffer[:: mmap.PAGESIZE] = 0  # what is mapped is 0
+        buffer[:: mmap.PAGESIZE] = 0  # touch each page; a new mapping reads as zeros anyway
+
         address = buffer.data_ptr()
         error = int(cudart.cudaHostRegister(address, mapped, 0))
         if error:
             raise MemoryError(
                 f"pinning {size / GIB:.2f} of {sum(sizes) / GIB:.2f} GiB of host "
-                f"memory failed: CUDA error {error}; lower --host-memory"
+                f"memory failed with CUDA error {error}. Lower --host-memory."
             )
-        # the call keeps the mapping until it is unregistered
-        gone = weakref.finalize(view, lambda _: cudart.cudaHostUnregister(address), memory)
-        gone.atexit = False
+        # unregister when the buffer is freed; the argument `memory` keeps the mapping until then.
+        # Not at exit: the end of the process releases everything
+        finalizer = weakref.finalize(view, lambda _: cudart.cudaHostUnregister(address), memory)
+        finalizer.atexit = False
         return buffer[:size]
 
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
@@ -164,20 +188,24 @@ def pin_host_buffers(sizes: list[int], pin: bool) -> list[Tensor]:
 
 
 def aligned(size: int) -> int:
+    """Round a size in bytes up to a multiple of HOST_ALIGN_BYTES."""
     return -(-size // HOST_ALIGN_BYTES) * HOST_ALIGN_BYTES
 
 
 def buffer_bytes(tensors: dict[object, Tensor]) -> int:
-    """Return the bytes of a buffer that has room for such tensors."""
+    """Return the size of a buffer into which `carve` can lay out these tensors."""
     return sum(aligned(t.nbytes) for t in tensors.values())
 
 
 def carve(memory: Tensor, tensors: dict[object, Tensor]) -> dict[object, Tensor]:
-    """Return room for such tensors, one after the other in a buffer of bytes."""
-    places = {}
+    """Lay out tensors one after the other in a buffer of bytes, and return views of it.
+
+    The views have the names, shapes and dtypes of `tensors`. No values are copied.
+    """
+    views = {}
     start = 0
     for name, t in tensors.items():
-        place = memory[start : start + t.nbytes]
-        places[name] = place.view(t.dtype).view(t.shape)
+        view = memory[start : start + t.nbytes]
+        views[name] = view.view(t.dtype).view(t.shape)
         start += aligned(t.nbytes)
-    return places
+    return views

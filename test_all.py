@@ -217,7 +217,7 @@ def naive_forward(q, k, v, mask):
     if mask.documents is not None:
         parts = [
             naive_forward(*(t[None, cut] for t in (q, k, v)), attention.CAUSAL)
-            for cut in mask.documents.cuts()
+            for cut in mask.documents.slices()
         ]
         o, lse = zip(*parts)
         return torch.cat(o, 1)[0], torch.cat(lse, 2)[0]
@@ -242,7 +242,7 @@ def naive_backward(do, q, k, v, o, lse, mask):
             naive_backward(
                 *(t[None, cut] for t in (do, q, k, v, o)), lse[None, :, cut], attention.CAUSAL
             )
-            for cut in mask.documents.cuts()
+            for cut in mask.documents.slices()
         ]
         return [torch.cat(grads, 1)[0] for grads in zip(*parts)]
     inputs = [t.detach().requires_grad_() for t in (q, k, v)]

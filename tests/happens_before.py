@@ -296,7 +296,7 @@ class PretendedStream(streams.CommStream):
     def __exit__(self, *error):
         Recorder.current.stack.pop()
 
-    def last_event(self):
+    def record_event(self):
         return PretendedEvent(self.name) if self.stream else None
 
 

@@ -26,7 +26,7 @@ REFUSED = [
     ("train.py --seq 5T", "5T: a whole number, as 4096"),
     ("train.py --seq 0.3K", "0.3K: a whole number"),
     ("train.py --model llama-8b", "llama-8b: one of .*65b.*llama3-8b"),
-    ("train.py --attention fa4", "fa4.*needs a GPU.*usable: cpu"),
+    ("train.py --attention fa4", "fa4.*needs a GPU.*Usable here: cpu"),
     ("train.py --dtype int8", "int8.*bf16, fp32"),
     ("train.py --steps -3", "--steps -3: from 0"),
     ("train.py --alpha 2", "--alpha 2.0: from 0 to 1"),

@@ -268,7 +268,7 @@ def test_attention_choice():
     error says why. Catches a kernel that is picked where it cannot run."""
     cpu = torch.device("cpu")
     assert attention.pick_kernel("auto", cpu, torch.float32, documents=True) == "cpu"
-    no_gpu = dict.fromkeys(("fa4", "cudnn", "flash"), "needs a GPU, this is cpu")
+    no_gpu = dict.fromkeys(("fa4", "cudnn", "flash"), "needs a GPU, but the device is cpu")
     for name, reason in (no_gpu | {"fa5": "no such kernel"}).items():
-        with raises(ValueError, match=f"--attention {name}: .*{reason}.*; usable: cpu"):
+        with raises(ValueError, match=f"--attention {name}: .*{reason}.*Usable here: cpu"):
             attention.pick_kernel(name, cpu, torch.float32)

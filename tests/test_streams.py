@@ -114,7 +114,7 @@ def test_checker_finds_what_is_wrong():
             with stream.after_compute() if begins else stream.beside_compute():
                 host.copy_(x, non_blocking=True)
                 x[:4] = 1
-            event = stream.last_event()
+            event = stream.record_event()
             if frees:
                 x = None
                 torch.zeros(8)
