@@ -108,7 +108,7 @@ def write_states(folder: Path, parts: dict[str, StatePart]) -> dict[str, list[in
     """Write what this rank saves of {name of a tensor: a part of it} as its files. Of GPUs' states
     one file's are on the host at a time, and a file is summed while the next is written. Returns
     size and crc32 of each by its name. Raises OSError."""
-    saved = {name: part.values.nbytes for name, part in parts.items() if part.saves}
+    saved = {name: part.values.nbytes for name, part in parts.items() if part.saved_here}
     sums = {}
     with ThreadPoolExecutor() as pool:
         for i, names in enumerate(pack(saved)):
@@ -345,7 +345,7 @@ def read_states(saved: Checkpoint, parts: dict[str, StatePart]) -> None:
             with one_at_a_time:  # a whole matrix takes memory
                 whole = read_whole(state, part.values.dtype)
                 here = part.tp_slice.extract(whole) if part.tp_slice else whole
-                part.values.copy_(part.within(here))
+                part.values.copy_(part.select(here))
         if not is_finite(part.values):
             raise ValueError(
                 f"--resume: {saved.folder}: {name} has values that are not finite; "
@@ -393,7 +393,7 @@ def load_checkpoint(states: States, saved: Checkpoint) -> None:
     checked. Raises ConfigError on all ranks if one of them does not get what was written. A
     collective of all ranks."""
     all_or_none(read_states, saved, states.state_parts())
-    states.loaded()
+    states.restore_weights()
 
 
 # ---------------------------------------------------------------------------- saving
@@ -423,7 +423,9 @@ class Saver:
         self.thread = ThreadPoolExecutor(1)
         if self.room is not None:
             tensors = {
-                name: part.values for name, part in self.states.state_parts().items() if part.saves
+                name: part.values
+                for name, part in self.states.state_parts().items()
+                if part.saved_here
             }
             size = buffer_bytes(tensors)
             if size > self.room:

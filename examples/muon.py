@@ -22,13 +22,13 @@ FLAG = 'optimizer: str = flag("adamw", "of matrices: adamw, or muon")'
 
 def muon(u):  # an optim.Update
     master, momentum = u.states["master"], u.states["momentum"]
-    new = 0.95 * momentum + u.clip * u.grad.to(master.dtype)
+    new = 0.95 * momentum + u.clip_factor * u.grad.to(master.dtype)
     x = new / (new.norm() + EPS)
     for _ in range(5):  # singular values near 1, by Newton and Schulz
         square = x @ x.t()
         x = 3.4445 * x + (2.0315 * square @ square - 4.775 * square) @ x
     momentum.copy_(torch.where(u.finite, new, momentum))
-    updated = master * (1 - u.lr * u.decay) - u.lr * x
+    updated = master * (1 - u.lr * u.weight_decay) - u.lr * x
     master.copy_(torch.where(u.finite, updated, master))
     u.weight.copy_(master)
 
