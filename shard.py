@@ -26,8 +26,9 @@ are the halves of a.
     replicate      {0,2,4,6} {1,3,5,7}        the same p-shard, on all ranks
 
 Ranks are numbered node by node, and shards go to neighbours, so they fill a node before they cross
-it. This is layout "intra", where a subgroup splits its p-shard evenly. In layout "inter", which is
-AMSP's, the p-shard of each matrix has one owner in the subgroup, and the owner updates all of it.
+it. This is layout "intra" (intra-tensor): a subgroup splits its p-shard evenly. In layout "inter"
+(inter-tensor), which AMSP uses, the p-shard of each matrix has one owner in the subgroup, and the
+owner updates all of it.
 
 Where does a gradient go? Take R = 8 ranks, os = 8, layout intra and two micro-batches. Rank 5 holds
 b, and updates b2, the third quarter of b. A matrix has S elements. For g there are two legal ways:
@@ -284,7 +285,7 @@ class Unit:
     """The matrices of one layer; or the embedding; or the head."""
 
     name: str  # such as "blocks.0"
-    index: int  # in the order of use
+    index: int  # the unit's number, in the order of use
     params: list[ShardedParam] = field(default_factory=list)  # in the order of use
     next_params: Sequence[ShardedParam] = ()  # of the next unit
     # of the previous unit if that is a layer: backward reads no weight of the embedding
@@ -317,7 +318,8 @@ class StatePart:
     start: int  # index of the first value in the flat tensor
     shape: tuple[int, ...]  # of the full tensor, without padding
     saved_here: bool  # of all ranks that hold the same values, this one writes them to checkpoints
-    tp_slice: TensorSlice | None = None  # of the full tensor, in which `start` counts; None: all
+    # the slice of the full tensor in which `start` counts; None: the full tensor
+    tp_slice: TensorSlice | None = None
 
     def select(self, tensor: Tensor) -> Tensor:
         """Return the view (count,) of this part's elements in the tensor in which `start` counts,
@@ -375,8 +377,8 @@ def check_weights(model: nn.Module, stages: int = 1) -> None:
     if wrong:
         raise ValueError(
             f"{', '.join(wrong)}: these would not train. Only the weight of a model.Matrix (large) "
-            "or a model.Vector (small) is sharded and updated, if it requires a gradient. The "
-            "weight of an nn.Linear is not, and no buffer is."
+            "or a model.Vector (small) is updated, if it requires a gradient. The weights of other "
+            "modules, such as nn.Linear, are not, and a buffer on the meta device gets no values."
         )
 
 
@@ -408,7 +410,7 @@ class States:
     # unshard and add_grad from now on
     model: InitVar[nn.Module]
     device: torch.device
-    dtype: torch.dtype  # of the parameters, and of everything that is sent: the compute dtype
+    dtype: torch.dtype  # the compute dtype: of parameters, and of gradients while they are sent
     micro_batches: int = 1  # forward and backward passes per update
     factors: Factors = Factors()
     layout: str = "intra"  # or "inter": the module's docstring has both
