@@ -747,7 +747,7 @@ class States:
         self.close_other_unit(unit)
         if param.chunks_done == param.num_chunks or unit.passes_done == self.micro_batches:
             self.usage_error = f"{param.name} was used more than once per pass"
-            return  # its gradient is on its way already
+            return  # the reduction of its gradient is launched already
         self.open_unit = unit
 
         buffer = param.unsharded_grad
@@ -763,8 +763,7 @@ class States:
         self.scatter_unit(unit)
 
     def close_other_unit(self, unit: Unit) -> None:
-        """Complete the backward pass of the open unit, now that `unit` is in use, if it is another
-        one."""
+        """Complete the backward pass of the open unit, if the pass has gone on to another unit."""
         if self.open_unit not in (None, unit):
             self.complete_pass(self.open_unit)
 
@@ -772,9 +771,11 @@ class States:
         """Complete a unit's backward pass although a matrix was not used: launch the gathers and
         reductions that are missing, because other ranks wait for them.
 
-        So a rank that skips a matrix does not hang the others, except for: a gather (p > 1, whole
-        layers) or a reduction on a CPU, where nothing overlaps; the gathers of a layer whose input
-        is recomputed; and what attention or tensor parallelism exchanges.
+        A rank that skips a matrix can still hang the others here:
+
+            on a CPU, where nothing overlaps: in a gather (p > 1, whole layers) or a reduction
+            in the gathers of a layer whose input is recomputed
+            in the exchanges of attention and of tensor parallelism
         """
         if self.factors.p > 1 and unit.is_layer:
             self.launch_param_gather(unit.params[::-1])
@@ -850,9 +851,9 @@ class States:
     def reduce_unit(self, unit: Unit) -> None:
         """Launch the sums of a unit's gradients that run once per step, after the last micro-batch.
 
-        Gradients (S/g,) become (S/os,), summed over all ranks; in layout inter with g = p, they
-        stay (S/p,). All-reduces of one group run in one launch; but gradients that are cast run one
-        by one, because casting a whole unit would take memory.
+        A gradient (S/g,) becomes (S/os,), the sum over all ranks. In layout inter with g = p it
+        stays (S/p,). The all-reduces of one group run in one launch. But gradients that are cast
+        run one by one, because the casts of a whole unit would take memory.
         """
         f = self.factors
         if f.g > f.p and self.layout == "inter":
@@ -901,8 +902,8 @@ class States:
     # -- backward ends
 
     def finish_gradients(self) -> None:
-        """Sum the vectors' gradients after the last backward of a step, and let compute wait for
-        all reductions.
+        """Sum the vectors' gradients over all ranks after the last backward of a step, and let
+        compute wait for all reductions.
 
         If a matrix was not used exactly once per pass on some rank, the gradients become NaN on all
         ranks: NaN in the vectors' gradients spreads by their all-reduce. So update changes nothing,
