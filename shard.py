@@ -1078,7 +1078,7 @@ class States:
         part = self.state_parts().get(f"master.{name}")
         if part and part.saved_here:
             if part.tp_slice:
-                tp_tensor = part.tp_slice.extract(full)
+                tp_tensor = part.tp_slice.extract(full)  # a copy of the slice, still zeros
                 part.select(tp_tensor).copy_(part.values)
                 part.tp_slice.insert(tp_tensor, full)
             else:
