@@ -12,7 +12,7 @@
 What a checkpoint holds: for each weight what the optimizer owns of it. With AdamW these are the
 float32 `master` weight, `exp_avg` and `exp_avg_sq`, and per run the number of updates. It holds no
 bf16 weights and no gradients. A resume makes the bf16 weights again from the masters
-(States.loaded), and evaluation and export use these.
+(States.restore_weights), and evaluation and export use these.
 
 How another number of ranks reads it: a part is the elements [start, start + count) of a state's
 flat tensor. A rank that resumes, under any factors, finds in all files the parts that overlap with
@@ -117,10 +117,10 @@ def sync(path: Path) -> None:
 def write_states(folder: Path, parts: dict[str, StatePart]) -> dict[str, list[int]]:
     """Write the files of this rank, and return [size, crc32] of each by its name. Raises OSError.
 
-    parts: this rank's part of each state, by the state's name; those with `saves` are written. One
+    parts: this rank's part of each state, by the state's name; those with `saved_here` are written. One
     file's tensors are on the host at a time. While one file is written, another thread computes the
     checksums of the files before it."""
-    sizes = {name: part.values.nbytes for name, part in parts.items() if part.saves}
+    sizes = {name: part.values.nbytes for name, part in parts.items() if part.saved_here}
     checksums = {}
     with ThreadPoolExecutor() as pool:
         for i, names in enumerate(pack(sizes)):
@@ -370,7 +370,7 @@ def read_states(saved: Checkpoint, parts: dict[str, StatePart]) -> None:
             with one_at_a_time:
                 whole = read_whole(state, part.values.dtype)
                 local = whole if part.tp_slice is None else part.tp_slice.extract(whole)
-                part.values.copy_(part.within(local))
+                part.values.copy_(part.select(local))
         if not is_finite(part.values):
             raise ValueError(
                 f"--resume: {saved.folder}: {name} has values that are not finite; name another "
@@ -420,7 +420,7 @@ def load_checkpoint(states: States, saved: Checkpoint) -> None:
     choose_checkpoint has checked. A collective of all ranks. Raises ConfigError on all ranks if one
     of them cannot read its parts."""
     all_or_none(read_states, saved, states.state_parts())
-    states.loaded()
+    states.restore_weights()
 
 
 # ---------------------------------------------------------------------------- saving
@@ -455,7 +455,7 @@ class Saver:
         if self.room is None:
             return
         parts = self.states.state_parts()
-        tensors = {name: part.values for name, part in parts.items() if part.saves}
+        tensors = {name: part.values for name, part in parts.items() if part.saved_here}
         size = buffer_bytes(tensors)
         if size > self.room:
             raise MemoryError(

@@ -62,7 +62,7 @@ from hardware import Profile, interpolate, interpolate_twice
 from model import ModelConfig, flops_per_token
 from offload import ActivationPlan, matrices_of, trace_block
 from ops import LOSS_ELEMENTS, accumulation_dtype
-from optim import ADAMW, OPTIMIZERS, VISIT_BUFFERS, VISIT_ELEMENTS
+from optim import ADAMW, OPTIMIZERS, PIECE_BUFFERS, PIECE_ELEMENTS
 from shard import STREAMS, Factors
 
 # ---------------------------------------------------------------------------- plans
@@ -688,8 +688,8 @@ def visit_bytes(plan: Plan) -> float:
     f = plan.factors
     elements = largest_matrix(plan) / (f.p if plan.os_layout == "inter" else f.os)
     if not OPTIMIZERS[plan.optimizer].whole:
-        elements = min(elements, VISIT_ELEMENTS)
-    return VISIT_BUFFERS * plan.moment_bytes * elements
+        elements = min(elements, PIECE_ELEMENTS)
+    return PIECE_BUFFERS * plan.moment_bytes * elements
 
 
 def memory_of_states(plan: Plan) -> tuple[dict[str, float], dict[str, float]]:

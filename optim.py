@@ -1,28 +1,29 @@
-"""Optimizers, optimizer states on the host, and the update of what a rank owns.
+"""Optimizers, the optimizer states on the host, and the update of the elements that a rank owns.
 
-An optimizer is a function and its states: AdamW here is a dozen lines. A rank updates only the part
-of each matrix that it owns (1/os of it; AMSP, section IV), and shard.States broadcasts the updated
-parameters. Another optimizer is a function like `adamw` and a row of OPTIMIZERS (examples/muon.py);
-its states are then sharded, saved, resumed, moved to the host and counted like AdamW's.
+An optimizer is a function and a list of its states. AdamW here is a dozen lines. A rank updates
+only its own 1/os of the elements of each matrix (AMSP, section IV), and shard.States then
+broadcasts the updated parameters.
 
-    def sgd(u: Update) -> None:                         # u.weight, u.grad, u.lr, ... by name
+To add an optimizer, write a function like `adamw` and a row of OPTIMIZERS. Its states are then
+sharded, saved, resumed, moved to the host and counted by the planner, as AdamW's are.
+examples/muon.py adds one, with its flag. The shortest is SGD:
+
+    def sgd(u: Update) -> None:                           # u.weight, u.grad, u.lr, ... by name
         master = u.states["master"]
-        new = master - u.lr * u.clip * u.grad.to(master.dtype)
+        new = master - u.lr * u.clip_factor * u.grad.to(master.dtype)
         master.copy_(torch.where(u.finite, new, master))  # if not finite, nothing changes
-        u.weight.copy_(master)
+        u.weight.copy_(master)                            # rounded to the compute dtype
 
     OPTIMIZERS["sgd"] = Optimizer(sgd, (State("master"),))
 
-Where the states of P parameters lie, with AdamW's three states in float32:
+The states of a model with P parameters are in one of two places (--os-place). With AdamW's three
+states in float32:
 
-    --os-place gpu     12P/os bytes of the GPU
-    --os-place host    12P/os bytes of page-locked host memory; they visit the GPU part by part,
-                       under the next forward (HostStates)
+    gpu     12P/os bytes of GPU memory per rank
+    host    12P/os bytes of page-locked host memory per rank; the update streams them through the
+            GPU in pieces, under the next forward (HostStates)
 
-Left out: learning rates by parameter.
-
-Legend: P parameters, os shards of the optimizer states, S elements of a matrix with padding, t the
-number of the update, m and v AdamW's moments.
+Left out: learning rates per parameter.
 """
 
 import functools
@@ -47,63 +48,72 @@ EPS = 1e-8
 
 
 class Scalars(NamedTuple):
-    """The numbers of a step that all of its updates share: 0-dim tensors on the device, so that
-    nothing waits for the host. They stay in place, so that a CUDA graph hears new values."""
+    """The numbers that all updates of a step share.
+
+    They are 0-dim tensors on the device, so no update waits for the host. set_scalars writes into
+    the same tensors in each step, so a CUDA graph sees the new values.
+    """
 
     lr: Tensor  # learning rate
-    clip: Tensor  # factor on the gradient: at most 1, less if the global norm is clipped
-    step: Tensor  # t: the number of this update, from 1 on; skipped steps do not count. int64
-    correction1: Tensor  # 1 - beta1^t
-    correction2: Tensor  # 1 - beta2^t
-    finite: Tensor  # bool: whether loss and gradients are finite; if not, nothing may change
+    clip_factor: Tensor  # at most 1; multiply gradients by it to clip their global norm
+    step: Tensor  # int64, t: the number of this update, from 1 on. Skipped steps do not count
+    bias_correction1: Tensor  # 1 - beta1^t
+    bias_correction2: Tensor  # 1 - beta2^t
+    finite: Tensor  # bool: whether loss and gradients are finite. If not, nothing may change
 
 
 class Update(NamedTuple):
-    """What an optimizer is called with. It writes `weight` and `states` in place."""
+    """The argument of an optimizer's function, which writes `weight` and `states` in place.
+
+    The tensors are a range of the flat matrix, (n,). If Optimizer.whole, they are the whole matrix,
+    (rows, cols).
+    """
 
     name: str  # of the parameter, as in a checkpoint
-    # index of the first element within the whole matrix; with tensor parallelism, within this
-    # rank's part of it. The last elements may be padding behind the matrix's end
-    first: int
-    weight: Tensor  # in the compute dtype: (n,), a part of a matrix; (rows, cols) if `whole`
-    grad: Tensor  # of the same shape, in the compute dtype or wider
-    states: dict[str, Tensor]  # of the same shape, each in its own dtype
-    lr: Tensor
-    clip: Tensor
+    # index of the first element in the flat matrix; with tensor parallelism, in this rank's slice
+    # of it. The last elements of a range may be padding after the end of the matrix
+    start: int
+    weight: Tensor  # in the compute dtype
+    grad: Tensor  # in the compute dtype or wider
+    states: dict[str, Tensor]  # by name, each in its own dtype
+    weight_decay: float
+    lr: Tensor  # from here on: Scalars
+    clip_factor: Tensor
     step: Tensor
-    correction1: Tensor
-    correction2: Tensor
+    bias_correction1: Tensor
+    bias_correction2: Tensor
     finite: Tensor
-    decay: float  # weight decay
 
 
 def make_scalars(device: torch.device, dtype: torch.dtype) -> Scalars:
-    """Return places for a step's numbers, in float32 or wider."""
-    lr, clip, correction1, correction2 = torch.ones(4, dtype=dtype, device=device).unbind()
+    """Allocate the numbers of a step, in float32 or wider."""
+    lr, clip_factor, bias_correction1, bias_correction2 = torch.ones(
+        4, dtype=dtype, device=device
+    ).unbind()
     step = torch.zeros((), dtype=torch.int64, device=device)
     finite = torch.ones((), dtype=torch.bool, device=device)
-    return Scalars(lr, clip, step, correction1, correction2, finite)
+    return Scalars(lr, clip_factor, step, bias_correction1, bias_correction2, finite)
 
 
 def set_scalars(
     scalars: Scalars, lr: float | Tensor, max_norm: float, norm: Tensor, loss: Tensor | float
 ) -> Tensor:
-    """Set a step's numbers from its global gradient norm, clipped to max_norm (0: not clipped).
-    Returns whether the norm and the loss are finite."""
+    """Set the numbers of a step. norm: the global gradient norm, which is clipped to max_norm; 0
+    switches clipping off. Returns whether the norm and the loss are finite."""
     finite = (norm + loss).isfinite()
     scalars.finite.copy_(finite)
     scalars.step.add_(finite)
     t = scalars.step.to(norm.dtype).clamp(min=1)
     scalars.lr.copy_(torch.ones_like(norm) * lr)
-    scalars.clip.copy_(((max_norm or math.inf) / (norm + 1e-6)).clamp(max=1))
-    scalars.correction1.copy_(1 - BETAS[0] ** t)
-    scalars.correction2.copy_(1 - BETAS[1] ** t)
+    scalars.clip_factor.copy_(((max_norm or math.inf) / (norm + 1e-6)).clamp(max=1))
+    scalars.bias_correction1.copy_(1 - BETAS[0] ** t)
+    scalars.bias_correction2.copy_(1 - BETAS[1] ** t)
     return finite
 
 
 def global_norm(grads: list[Tensor], dtype: torch.dtype) -> Tensor:
-    """Return the norm of all ranks' gradients together. A collective of all ranks, of which each
-    passes other elements."""
+    """Return the norm of the gradients of all ranks together. Each rank passes other elements. A
+    collective of all ranks."""
     norms = torch._foreach_norm(grads, dtype=dtype)
     squares = torch.stack(norms).square().sum()
     dist.all_reduce(squares)
@@ -115,7 +125,8 @@ def global_norm(grads: list[Tensor], dtype: torch.dtype) -> Tensor:
 
 @dataclass(frozen=True)
 class State:
-    """One tensor that an optimizer keeps for each matrix, as large as the part that a rank owns."""
+    """One tensor that an optimizer keeps per matrix. A rank has as many of its elements as it owns
+    of the matrix."""
 
     name: str
     dtype: torch.dtype | None = None  # None: float32, or the compute dtype if that is wider
@@ -123,14 +134,19 @@ class State:
 
 @dataclass(frozen=True)
 class Optimizer:
-    """A function and its states: all that an optimizer is.
+    """A function and its states.
 
-    update(u: Update) writes u.weight and u.states in place. One state is named "master": the weight
-    itself, in float32 or wider. The others start at 0. Where u.finite is false, it changes nothing:
-    by torch.where, as in `adamw`, because what is not finite times 0 is not 0.
+    update(u: Update) writes u.weight and u.states in place. It must keep three rules, which
+    check_optimizer tries out:
 
-    It updates every Matrix: embedding, head, and q|k|v and gate|up as they are fused. Vectors
-    (norms and biases) are always updated by AdamW.
+        One state is named "master": the weight itself, in float32 or wider. The other states start
+        at 0.
+        If u.finite is false, nothing changes. Select by torch.where, as `adamw` does, because
+        infinity times 0 is not 0.
+        The update of a range of a matrix does not depend on the rest of it; otherwise whole=True.
+
+    It updates every Matrix: the embedding, the head, and the matrices of a layer, of which q|k|v is
+    one and gate|up is one. Vectors (norms and biases) are always updated by AdamW.
     """
 
     update: Callable[[Update], None]
@@ -138,7 +154,7 @@ class Optimizer:
     whole: bool = False  # it needs whole matrices: --os-layout inter --p 1 --tp 1
 
     def dtypes(self, accum_dtype: torch.dtype) -> dict[str, torch.dtype]:
-        """Return the dtype of each state by name. accum_dtype: of states that name none."""
+        """Return the dtype of each state by name. States that name no dtype have accum_dtype."""
         return {state.name: state.dtype or accum_dtype for state in self.states}
 
     def bytes_per_parameter(self, accum_dtype: torch.dtype) -> int:
@@ -146,7 +162,7 @@ class Optimizer:
 
 
 def adamw(u: Update) -> None:
-    """Update flat tensors by AdamW. A bf16 parameter's update reads 14 bytes and writes 14."""
+    """Update flat tensors by AdamW. It reads 14 bytes per bf16 parameter, and writes 14."""
     master, m, v = (u.states[state.name] for state in ADAMW.states)
     fused_adamw(
         u.weight,
@@ -155,90 +171,113 @@ def adamw(u: Update) -> None:
         m,
         v,
         u.lr,
-        u.clip,
-        u.correction1,
-        u.correction2,
+        u.clip_factor,
+        u.bias_correction1,
+        u.bias_correction2,
         u.finite,
-        u.decay,
+        u.weight_decay,
     )
 
 
-@functools.partial(compiled, dynamic=None)  # matrices of many sizes
-def fused_adamw(weight, grad, master, m, v, lr, clip, correction1, correction2, finite, decay):
+@functools.partial(compiled, dynamic=None)  # one kernel for matrices of many sizes
+def fused_adamw(
+    weight,
+    grad,
+    master,
+    m,
+    v,
+    lr,
+    clip_factor,
+    bias_correction1,
+    bias_correction2,
+    finite,
+    weight_decay,
+):
     beta1, beta2 = BETAS
-    grad = grad.to(master.dtype) * clip
+    grad = grad.to(master.dtype) * clip_factor
     m_new = m + (1 - beta1) * (grad - m)
     v_new = v + (1 - beta2) * (grad * grad - v)
-    step = lr / correction1 * m_new / ((v_new / correction2).sqrt() + EPS)
-    master_new = master * (1 - lr * decay) - step
+    step = lr / bias_correction1 * m_new / ((v_new / bias_correction2).sqrt() + EPS)
+    master_new = master * (1 - lr * weight_decay) - step
     for state, new in ((master, master_new), (m, m_new), (v, v_new)):
         state.copy_(torch.where(finite, new, state))
     weight.copy_(master)
 
 
 ADAMW = Optimizer(adamw, (State("master"), State("exp_avg"), State("exp_avg_sq")))
-OPTIMIZERS = {"adamw": ADAMW}  # of matrices, by the name in a plan
+OPTIMIZERS = {"adamw": ADAMW}  # of matrices, by the name that a plan gives
 
 
 def check_optimizer(name: str, optimizer: Optimizer) -> None:
-    """Raise ValueError if an optimizer would train wrong without a word: if the update of a matrix
-    in two halves is not the update of the whole (a rank updates only the part that it owns), if a
-    step that is not finite changes the weight or a state, or if no state is the master weight.
+    """Raise ValueError if an optimizer breaks a rule, because it would train wrong without an
+    error: if no state is the master weight; if a step that is not finite changes the weight or a
+    state; or if updating a matrix in two halves differs from updating the whole (a rank updates
+    only the part that it owns).
 
-    It is tried on 256 numbers in float64 on the CPU; weight, gradient and states are random."""
+    The update runs on 256 random numbers, in float64 on the CPU.
+    """
     dtypes = optimizer.dtypes(torch.float64)
     if "master" not in dtypes or len(dtypes) < len(optimizer.states):
         raise ValueError(
             f"--optimizer {name}: its states are {', '.join(s.name for s in optimizer.states)}; "
-            'they have names of their own, and one is "master", the weight itself'
+            'states must have different names, and one must be "master", the weight itself'
         )
     shape = (16, 16) if optimizer.whole else (256,)
     rng = torch.Generator().manual_seed(0)
     random = functools.partial(torch.rand, shape, generator=rng, dtype=torch.float64)
     before = {state: random().to(dtype) for state, dtype in dtypes.items()}
     before["weight"] = before["master"].clone()
-    gradient = random() - 0.5
+    random_grad = random() - 0.5
 
-    def updated(parts: list[slice], finite: bool) -> dict[str, Tensor]:
+    def tensors_after(ranges: list[slice], finite: bool) -> dict[str, Tensor]:
+        """Return weight and states after an update that runs range by range."""
         after = {key: value.clone() for key, value in before.items()}
         scalars = make_scalars(torch.device("cpu"), torch.float64)
         norm = torch.tensor(2.0 if finite else math.inf, dtype=torch.float64)
-        for _ in range(2):  # t = 2: at t = 1 a bias-corrected m and v carry the same information
+        for _ in range(2):  # t = 2: at t = 1 bias-corrected m and v carry the same information
             set_scalars(scalars, 0.01, 1.0, norm, 0.0)
-        grad = gradient if finite else torch.full_like(gradient, math.inf)
-        for part in parts:
-            states = {state: after[state][part] for state in dtypes}
-            weight, first = after["weight"][part], part.start or 0
+        grad = random_grad if finite else torch.full_like(random_grad, math.inf)
+        for elements in ranges:
             optimizer.update(
-                Update(name, first, weight, grad[part], states, decay=0.1, **scalars._asdict())
+                Update(
+                    name=name,
+                    start=elements.start or 0,
+                    weight=after["weight"][elements],
+                    grad=grad[elements],
+                    states={state: after[state][elements] for state in dtypes},
+                    weight_decay=0.1,
+                    **scalars._asdict(),
+                )
             )
         return after
 
     everything = slice(None)
-    skipped = updated([everything], finite=False)
+    skipped = tensors_after([everything], finite=False)
     for key, value in before.items():
         if not torch.equal(skipped[key], value):
             raise ValueError(
-                f"--optimizer {name}: a step that is not finite changes {key!r}: write it by "
+                f"--optimizer {name}: a step that is not finite changes {key!r}; write it by "
                 "torch.where(u.finite, new, old)"
             )
+
     if not optimizer.whole:
-        whole = updated([everything], finite=True)
-        halves = updated([slice(0, 128), slice(128, 256)], finite=True)
+        whole = tensors_after([everything], finite=True)
+        halves = tensors_after([slice(0, 128), slice(128, 256)], finite=True)
         for key in whole:
             difference = (whole[key].double() - halves[key].double()).abs().max().item()
             if difference > 1e-9:
                 raise ValueError(
-                    f"--optimizer {name}: the update of a matrix in two halves differs from the "
-                    f"update of the whole by {difference:.2g} in {key!r}, and ranks update parts: "
-                    "say Optimizer(..., whole=True)"
+                    f"--optimizer {name}: updating a matrix in two halves differs from updating "
+                    f"the whole by {difference:.2g} in {key!r}, and ranks update parts of a "
+                    "matrix; declare Optimizer(..., whole=True)"
                 )
 
 
-# ---------------------------------------------------------------------------- where states lie
+# ---------------------------------------------------------------------------- where states are
 
-VISIT_ELEMENTS = 2**25  # the most of a matrix that is updated at once if states lie on the host ...
-VISIT_BUFFERS = 3  # ... in this many buffers, which take turns
+# If states are on the host, a matrix is updated in pieces ...
+PIECE_ELEMENTS = 2**25  # ... of at most this many elements
+PIECE_BUFFERS = 3  # ... through this many GPU buffers, which take turns
 
 
 def allocate_states(
@@ -248,17 +287,23 @@ def allocate_states(
     device: torch.device,
     storage: str,
 ) -> tuple[list[dict[str, Tensor]], "HostStates | None"]:
-    """Return the states (size,) of each matrix by name, zeros, and what brings them to the GPU if
-    they lie on the host. sizes: elements that this rank owns; storage: "gpu" or "host". Raises
-    ConfigError if a rank gets no host memory. A collective of all ranks."""
+    """Allocate the states (size,) of matrices, zeros. sizes: the elements that this rank owns of
+    each matrix; storage: "gpu" or "host".
+
+    Returns the states of each matrix by name and, if they are on the host, the HostStates that
+    streams them through the GPU. Raises ConfigError if a rank gets no host memory. A collective of
+    all ranks.
+    """
     dtypes = optimizer.dtypes(accum_dtype)
     if storage == "gpu":
-        # tensors of their own: a compiled update does not know that parts of one are aligned
+        # one allocation per tensor, because a compiled update does not know that views of a large
+        # one are aligned
         states = [
             {name: torch.zeros(size, dtype=dtype, device=device) for name, dtype in dtypes.items()}
             for size in sizes
         ]
         return states, None
+
     shapes = [
         {name: torch.empty(size, dtype=dtype, device="meta") for name, dtype in dtypes.items()}
         for size in sizes
@@ -266,59 +311,86 @@ def allocate_states(
     on_gpu = device.type == "cuda"
     pinned = all_or_none(pin_host_buffers, [buffer_bytes(shape) for shape in shapes], on_gpu)
     states = [carve(memory, shape) for memory, shape in zip(pinned, shapes)]
-    elements = max(sizes) if optimizer.whole else min(max(sizes), VISIT_ELEMENTS)
+
+    piece_elements = max(sizes)
+    if not optimizer.whole:
+        piece_elements = min(piece_elements, PIECE_ELEMENTS)
     buffers = [
-        Buffer([torch.zeros(elements, dtype=dtype, device=device) for dtype in dtypes.values()])
-        for _ in range(VISIT_BUFFERS)
+        Buffer(
+            [torch.zeros(piece_elements, dtype=dtype, device=device) for dtype in dtypes.values()]
+        )
+        for _ in range(PIECE_BUFFERS)
     ]
-    return states, HostStates(
-        elements, itertools.cycle(buffers), CommStream(device), CommStream(device)
-    )
+    stream_in = CommStream(device)
+    stream_out = CommStream(device)
+    return states, HostStates(piece_elements, itertools.cycle(buffers), stream_in, stream_out)
 
 
 @dataclass(eq=False)
 class HostStates:
-    """Optimizer states in page-locked memory of the host. They visit the GPU part by part, in three
-    buffers that take turns: while one is filled and one goes back, one waits for its update, whose
-    kernel has to find room between those of the next forward.
+    """Streams optimizer states from page-locked host memory through the GPU, for their update.
 
-        stream_in      part 0 -> A   part 1 -> B   part 2 -> C     part 3 -> A
-        host_update                 |0|           |1|             |2|
-        stream_out                      A -> part 0   B -> part 1     C -> part 2
+    Each matrix goes in pieces, through three buffers A, B and C that take turns. While one buffer
+    is filled and another one is copied back, the third one waits for its update, whose kernels have
+    to find room between those of the next forward:
 
-    The first buffers are filled under the backward: what they hold does not depend on it.
+        stream_in      piece 0 -> A  piece 1 -> B  piece 2 -> C      piece 3 -> A
+        host_update                 |0|           |1|              |2|
+        stream_out                      A -> piece 0  B -> piece 1     C -> piece 2
+
+    The first buffers are filled under the backward, because the states do not depend on it.
     """
 
-    elements: int  # the most of a matrix that visits at once
-    buffers: Iterator[Buffer]  # without end; each has a tensor (elements,) per state
+    piece_elements: int  # the largest number of elements in a piece
+    buffers: Iterator[Buffer]  # without end; a buffer has one tensor (piece_elements,) per state
     stream_in: CommStream
     stream_out: CommStream
 
     def begin(self) -> None:
-        """Begin an update: what is read must be what the last one has written."""
+        """Begin an update: its copies from the host must see what the last update wrote there."""
         with self.stream_in.beside_compute():
+<<<<<<< HEAD
             wait(self.stream_out.record_event())  # hidden by a whole step
+=======
+            # waits for the last copies to the host; hidden by the step between
+            wait(self.stream_out.last_event())
+>>>>>>> v-shard
 
-    def visits(self, states: dict[str, Tensor]) -> Iterator[tuple[slice, dict[str, Tensor]]]:
-        """Yield one part of a matrix after the other: which elements, and their states on the GPU.
-        The new values go back to the host when the caller asks for the next part."""
+    def stream_through(
+        self, states: dict[str, Tensor]
+    ) -> Iterator[tuple[slice, dict[str, Tensor]]]:
+        """Yield a matrix piece by piece: the range of its elements, and their states on the GPU.
+        When the caller asks for the next piece, the states of this one are copied back."""
         size = len(next(iter(states.values())))
-        for first in range(0, size, self.elements):
-            part = slice(first, min(first + self.elements, size))
-            on_host = [state[part] for state in states.values()]
+        for start in range(0, size, self.piece_elements):
+            piece = slice(start, min(start + self.piece_elements, size))
+            on_host = [state[piece] for state in states.values()]
             buffer = next(self.buffers)
-            on_gpu = [room[: part.stop - part.start] for room in buffer.data]
+            on_gpu = [tensor[: piece.stop - piece.start] for tensor in buffer.data]
             with self.stream_in.beside_compute():
-                wait(buffer.event)  # what was in it is on the host; hidden by the visits between
+                # waits until the buffer's last piece is on the host; hidden by the pieces between
+                wait(buffer.event)
                 torch._foreach_copy_(on_gpu, on_host, non_blocking=True)
+<<<<<<< HEAD
             wait(self.stream_in.record_event())  # hidden by the forward that host_update runs under
             yield part, dict(zip(states, on_gpu))
             with self.stream_out.after_compute():  # hidden by the next part's way in
+=======
+            # waits for this piece's states; hidden by the forward, under which host_update runs
+            wait(self.stream_in.last_event())
+            yield piece, dict(zip(states, on_gpu))
+            with self.stream_out.after_compute():  # hidden by the next piece's copy from the host
+>>>>>>> v-shard
                 torch._foreach_copy_(on_host, on_gpu, non_blocking=True)
                 self.stream_out.done_reading(*on_gpu)
             buffer.event = self.stream_out.record_event()
 
     def synchronize(self) -> None:
+<<<<<<< HEAD
         """Let the host wait until its memory holds what the last update has written."""
         if event := self.stream_out.record_event():
+=======
+        """Let the host wait until its memory holds what the last update wrote."""
+        if event := self.stream_out.last_event():
+>>>>>>> v-shard
             event.synchronize()

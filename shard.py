@@ -1,72 +1,95 @@
-"""Who holds what, and when does it travel? Parameters, gradients, optimizer states, sharded (AMSP).
+"""Shard parameters, gradients and optimizer states over ranks, each by a factor of its own (AMSP).
 
-R ranks hold the states of a model with P parameters. Three factors say in how many shards each kind
-lies, p | g | os | R, so that a rank holds (bf16 parameters, AdamW in float32; AMSP, section IV)
+AMSP (arXiv 2311.00257) calls these three the model states. A sharding factor says into how many
+shards one of them is split. On R ranks, the factors p (parameters), g (gradients) and os (optimizer
+states) are legal if
 
-    2P/p parameters  +  2P/g gradients (4P/g with several micro-batches)  +  12P/os master, moments
+    p | g | os | R, and g equals p or os
 
-Ranks stand node by node, and shards fill a node before they cross it, so every group is a block of
-neighbours or a comb through blocks. With p = 2, os = 4, R = 8, where a letter is a p-shard:
+A model with P parameters in bf16, and AdamW's states in float32, takes per rank (section IV):
 
-    rank        0   1   2   3   4   5   6   7
-    holds       a   b   a   b   a   b   a   b         param gather: {0,1} {2,3} {4,5} {6,7}
-    updates     a0  b0  a1  b1  a0  b0  a1  b1        os group: {0,1,2,3} {4,5,6,7}
-                                                      subgroup (same p-shard in it): {0,2} {1,3} ..
-                                                      cross os (same states): {0,4} {1,5} ..
-                                                      replicate (same p-shard): {0,2,4,6} ..
+    2P/p     bytes of parameters
+    2P/g     bytes of gradients; 4P/g if several micro-batches accumulate
+    12P/os   bytes of optimizer states: the master weight and two moments
 
-What runs beside computation has a CUDA stream of its kind (CommStream): launch, compute, wait.
+Example: p = 2 and os = 4 on R = 8 ranks. The p-shards a and b are the halves of a matrix; a0 and a1
+are the halves of a.
 
-    stream           launched in          hidden under                     waited for in
-    param_gather     launch_param_gather  the layer before; in backward,   unshard
-                                          if layers run whole and once,
-                                          the matrix before
-    grad_scatter     scatter_grad         the backward of the layers that  add_grad (buffer free),
-                                          follow it                        reduce_unit (stream),
-                                                                           finish_gradients
-    grad_reduce      reduce_unit          the same, last micro-batch only  finish_gradients
-    param_broadcast  broadcast_params     the update of the layers that    unshard (p = 1),
-                                          follow, the next forward         launch_param_gather
-    host_update      update, if states    the next forward                 broadcast_params (stream)
-                     lie on the host
-    stream_in, _out  HostStates.visits    the updates of other parts       HostStates.visits
+    rank           0   1   2   3   4   5   6   7
+    holds          a   b   a   b   a   b   a   b
+    updates        a0  b0  a1  b1  a0  b0  a1  b1
 
-A gradient's way to its owner, and the parameters' way back. Layout intra: a p-shard is split evenly
-in its subgroup, as above; inter (AMSP's): a matrix's p-shard has one owner there, which updates it.
+    param gather   {0,1} {2,3} {4,5} {6,7}    its ranks hold a whole matrix together
+    os group       {0,1,2,3} {4,5,6,7}        its ranks update a whole matrix together
+    subgroup       {0,2} {1,3} {4,6} {5,7}    the same p-shard, in one os group
+    cross os       {0,4} {1,5} {2,6} {3,7}    the same optimizer states
+    replicate      {0,2,4,6} {1,3,5,7}        the same p-shard, on all ranks
 
-                   layout intra                          layout inter
-    (S,) -> S/p    reduce-scatter, from scatter_grad     the same
-    S/p -> S/os    reduce-scatter in the subgroup:       all-reduce over all replicas: from
-                   from scatter_grad if g > p, from      scatter_grad if g > p (over the subgroup
-                   reduce_unit if g = p                  alone before the last micro-batch), from
-                                                         reduce_unit if g = p
-    over replicas  all-reduce over cross os, from        nothing: the all-reduce above has
-                   reduce_unit                           summed over replicas
-    back           all-gather, from broadcast_params     broadcasts, from broadcast_params
+Ranks are numbered node by node, and shards go to neighbours, so they fill a node before they cross
+it. This is layout "intra" (intra-tensor): a subgroup splits its p-shard evenly. In layout "inter"
+(inter-tensor), which AMSP uses, the p-shard of each matrix has one owner in the subgroup, and the
+owner updates all of it.
 
-In backward the next matrix alone is gathered, so that a gather never delays a reduction (AMSP,
-section V-C); where layers run in chunks or are recomputed it is all of layer i - 1, once for its
-forward that runs again and its backward. Vectors' gradients, the norm and the loss are summed in
-the open: they are small. Where a stream does not overlap, it is the compute stream, and a layer is
-gathered whole as it begins. Gathered weights and whole gradients lie in fixed buffers, two of each
-kind of matrix, that neighbouring layers take in turn (embedding and head have one each); the
-model's parameters are views of them, or of the shard where p = 1.
+Where does a gradient go? Take R = 8 ranks, os = 8, layout intra and two micro-batches. Rank 5 holds
+b, and updates b2, the third quarter of b. A matrix has S elements. For g there are two legal ways:
 
-The factors say how often a state is cut; `storage` says where the optimizer's states lie: on the GPU,
-or in page-locked memory of the host, from which they visit it (HostStates), 12P/os bytes there and
-12P/os back.
+                     p = 2, g = 2, os = 8                  p = 2, g = 8, os = 8
+    micro-batch 1    reduce-scatter {4,5}: S -> S/2        reduce-scatter {4,5}: S -> S/2
+                                                           reduce-scatter {1,3,5,7}: S/2 -> S/8
+                     keep S/2, for b                       keep S/8, for b2
+    micro-batch 2    the same; add to the S/2              the same; add to the S/8
+    after it         reduce-scatter {1,3,5,7}: S/2 -> S/8  -
+    update           b2, S/8                               b2, S/8
+    new parameters   all-gather {1,3,5,7}: S/8 -> S/2      the same
+    next forward     all-gather {4,5}: S/2 -> S            the same
 
-A matrix has one gradient a pass. One that is used twice or never ends the step by its name, on all
-ranks (finish_gradients); none waits for a gather or a reduction that another has not launched,
-since all launch a layer's in the same order, whatever they use (end_pass). What may still keep
-others waiting, where a rank skips a matrix: on a CPU, where nothing runs beside computation, a
-gather (p > 1, layers that run whole) and a reduction of several ranks; gathers of a layer whose
-input is made again; and an exchange of tokens, or of columns.
+So g = os takes a quarter of the gradient memory here, and g = p runs the second reduce-scatter once
+per step instead of once per micro-batch. In general, after the reduce-scatter S -> S/p:
 
-Left out: quantised communication, learning rates by parameter, matrices that are used twice.
+    layout   g = p: once per step, in reduce_unit    g = os: per micro-batch, in scatter_grad
+    intra    reduce-scatter in the subgroup, then    reduce-scatter in the subgroup; then, once per
+             all-reduce over cross os                step in reduce_unit, all-reduce over cross os
+    inter    all-reduce over replicate               all-reduce in the subgroup; in the last
+                                                     micro-batch over replicate instead
 
-Legend: R ranks, r one of them; p, g, os factors, f all of them; S elements of a matrix with
-padding; x a gradient on its way; m, v AdamW's moments, t its updates; i, n, k counts.
+A group of one rank needs no collective. New parameters return to the subgroup by all-gathers
+(intra), or by broadcasts from their owners (inter).
+
+Each kind of communication has a CUDA stream of its own (streams.CommStream). This table says which
+function launches it, what computation hides it, and which function waits for it:
+
+    stream           launched in          hidden under                   waited for in
+    param_gather     launch_param_gather  the layer before; in backward  unshard
+                                          of whole layers, the matrix
+                                          before
+    grad_scatter     scatter_grad         the backward of the layers     add_grad (for the buffer),
+                                          that follow                    reduce_unit (its stream),
+                                                                         finish_gradients
+    grad_reduce      reduce_unit          the same, in the last          finish_gradients
+                                          micro-batch
+    param_broadcast  broadcast_params     the update of the layers that  unshard (p = 1),
+                                          follow, the next forward       launch_param_gather
+    host_update      update, if states    the next forward               broadcast_params (its
+                     are on the host                                     stream)
+    stream_in, _out  HostStates           the updates of other pieces    HostStates
+                     .stream_through                                     .stream_through
+
+If a stream does not overlap (--overlap, or a CPU), it is the compute stream. Small weights (Vector:
+norms and biases) are not sharded. Their gradients, the gradient's norm and the loss are all-reduced
+without overlap, because they are small.
+
+A training step, as train.run_step runs it:
+
+    states = States(model, device, torch.bfloat16, micro_batches=2, factors=Factors(2, 2, 8))
+    states.load(weight)                      # weight(name) returns a whole tensor
+    states.begin_step()
+    for tokens, labels in micro_batches:     # each Matrix calls unshard and add_grad
+        model(tokens, labels).backward()
+    states.finish_gradients()
+    norm, finite = states.update(lr, clip)
+
+Left out: quantised communication, learning rates per parameter, and matrices that are used twice.
+Every rank must use every Matrix exactly once per pass, or the step changes nothing (check_uses).
 """
 
 import contextlib
@@ -76,6 +99,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import InitVar, astuple, dataclass, field
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -96,7 +120,7 @@ from optim import (
 from ranks import ConfigError, Groups, all_gather, all_or_none, first_error, reduce_scatter
 from streams import Buffer, CommStream, wait
 
-SHARD_ALIGN_ELEMENTS = 128  # every shard starts where the fastest kernels and copies want it
+SHARD_ALIGN_ELEMENTS = 128  # shards start at multiples of it, for the fastest kernels and copies
 STREAMS = ("param_gather", "grad_scatter", "grad_reduce", "param_broadcast", "host_update")
 
 # ---------------------------------------------------------------------------- factors
@@ -104,7 +128,12 @@ STREAMS = ("param_gather", "grad_scatter", "grad_reduce", "param_broadcast", "ho
 
 @dataclass(frozen=True)
 class Factors:
-    """Numbers of shards of parameters, gradients and optimizer states (AMSP, section IV)."""
+    """The numbers of shards of parameters, gradients and optimizer states (AMSP, section IV).
+
+    On R ranks they are legal if p | g | os | R, and g equals p or os. On 8 ranks with p = 2 and
+    os = 8, say, (2, 2, 8) and (2, 8, 8) are legal, and (2, 4, 8) is not. The module's docstring
+    follows a gradient through both.
+    """
 
     p: int = 1
     g: int = 1
@@ -112,8 +141,8 @@ class Factors:
 
 
 def parse_strategy(text: str, ranks: int) -> Factors:
-    """Return the factors of a named baseline, "zero3" or "mics:4". Raises ValueError with the
-    names."""
+    """Return the factors of a named strategy, such as "zero3" or "mics:4". Raises ValueError with
+    all names if the name is unknown."""
     name, _, number = text.partition(":")
     k = int(number) if number.isdigit() else 0
     # fmt: off
@@ -126,52 +155,67 @@ def parse_strategy(text: str, ranks: int) -> Factors:
         "zero1.5:K": Factors(1, 1, k),
     }
     # fmt: on
-    found = rows.get(f"{name}:K" if k else name)
-    if not found:
-        raise ValueError(f"--strategy {text}: one of {', '.join(rows)}")
-    return found
+    factors = rows.get(f"{name}:K" if k else name)
+    if not factors:
+        raise ValueError(
+            f"--strategy {text} is unknown; choose one of {', '.join(rows)}, where K is a number "
+            "of ranks"
+        )
+    return factors
 
 
 @functools.cache
 def legal_sizes(ranks: int, per_node: int) -> list[int]:
-    """Return the shard counts: divisors of all ranks that divide a node's, or are whole nodes."""
+    """Return the legal numbers of shards: the divisors of `ranks` that divide the `per_node` ranks
+    of a node, or that fill whole nodes."""
     return [n for n in divisors(ranks) if per_node % n == 0 or n % per_node == 0]
 
 
 def illegal(f: Factors, ranks: int, per_node: int) -> str | None:
-    """Return the rule that f breaks, in words, or None (AMSP, section IV). A stricter rule is
-    another `if` here: what is listed, checked and said follows. A looser one needs more. For g
-    between p and os, say: groups for the two halves of the way (make_groups: first every so many
-    ranks, then neighbours, so that what a rank owns stays where broadcast_params gathers it), the
-    size of grad_shard and its owned part (shard), what runs on them (scatter_grad, reduce_unit,
-    sum_replicas), and what it costs (costs.collectives)."""
+    """Return the rule that the factors break, in words, or None if they are legal (AMSP, section
+    IV).
+
+    To add a rule, add an `if` here: the planner, the error messages and legal_factors all use this
+    function. Relaxing a rule takes more than deleting an `if`. To allow a g between p and os:
+
+        make_groups               split the subgroup in two groups: ranks that are os/g steps apart
+                                  in it, then os/g neighbours, so that what a rank owns stays where
+                                  broadcast_params gathers it
+        shard_matrix              the size of grad_shard, and of the part of it that a rank owns
+        scatter_grad, reduce_unit, sum_replicas     the collectives of these groups
+        costs.Plan.collectives                      what they cost
+    """
     sizes = legal_sizes(ranks, per_node)
     for count in (f.p, f.os):
         if count not in sizes:
-            return f"{count} shards do not fit {ranks} ranks, {per_node} a node: {sizes}"
+            return (
+                f"{count} shards do not fit {ranks} ranks with {per_node} per node; legal numbers "
+                f"of shards are {', '.join(map(str, sizes))}"
+            )
     if f.os % f.p:
-        return "the dependency rule is p <= g <= os, each dividing the next"
+        return f"p={f.p} does not divide os={f.os}; the dependency rule is p | g | os"
     if f.g not in (f.p, f.os):
-        return "g must be p or os"
+        return f"g must be p or os, here {f.p} or {f.os}"
     return None
 
 
 def legal_factors(ranks: int, per_node: int) -> list[Factors]:
-    """Return all (p, g, os) that break no rule, fewest shards first. One node of 8 has 16."""
+    """Return all legal factors, in ascending order. One node of 8 ranks has 16."""
     sizes = legal_sizes(ranks, per_node)
-    every = itertools.starmap(Factors, itertools.product(sizes, repeat=3))
-    return [f for f in every if not illegal(f, ranks, per_node)]
+    candidates = itertools.starmap(Factors, itertools.product(sizes, repeat=3))
+    return [f for f in candidates if not illegal(f, ranks, per_node)]
 
 
 def check_factors(f: Factors, ranks: int) -> None:
-    """Raise ValueError with the broken rule and the nearest legal factors, if f breaks one, as if
-    one node had all ranks."""
+    """Raise ValueError if the factors are illegal, with the broken rule and the nearest legal
+    factors. Nodes do not count here: all ranks are taken for one node."""
     if rule := illegal(f, ranks, ranks):
-        near = min(
+        nearest = min(
             legal_factors(ranks, ranks), key=lambda legal: math.dist(astuple(legal), astuple(f))
         )
         raise ValueError(
-            f"p={f.p} g={f.g} os={f.os}: {rule}; nearest: --p {near.p} --g {near.g} --os {near.os}"
+            f"p={f.p} g={f.g} os={f.os}: {rule}; the nearest legal choice is "
+            f"--p {nearest.p} --g {nearest.g} --os {nearest.os}"
         )
 
 
@@ -180,93 +224,134 @@ def check_factors(f: Factors, ranks: int) -> None:
 
 @dataclass(eq=False)
 class ShardedParam:
-    """What this rank holds of one matrix; tensors are flat, and stay where they are for good."""
+    """What this rank holds of one matrix with S elements, padding included.
+
+    All tensors are flat, and keep their addresses for the whole run. For each buffer the comment
+    says how many elements it has, and when its contents are valid.
+    """
 
     name: str  # of the parameter, as in a checkpoint
     module: Matrix
     unit: "Unit"
-    owner: int  # layout inter: index in the subgroup of the rank that updates this p-shard
-    start: int  # of what this rank updates, within the matrix
-    param_shard: Tensor  # (S/p,) newest after broadcast_done
-    unsharded_param: Buffer  # (S,) from its event until the layer after the next; p = 1: the shard
-    # (S/g,), as owned_param if g > p; sum of the micro-batches, final after finish_gradients
+    owner: int  # layout inter: the owner of this p-shard, as its index in the subgroup
+    owned_start: int  # index of the first owned element in the flat matrix
+
+    # parameters
+    param_shard: Tensor  # (S/p,): new parameters are complete at broadcast_done
+    # (S,): valid from its event until the layer after the next one is gathered into the same
+    # buffer. If p = 1, it is param_shard
+    unsharded_param: Buffer
+
+    # gradients
+    # (S/g,), or as large as owned_param if g > p: the sum of the micro-batches so far. Complete
+    # after finish_gradients
     grad_shard: Tensor
-    unsharded_grad: Buffer  # (S,) from the first chunk until its event; or grad_shard itself
-    # the part of param_shard that this rank updates: (S/os,); layout inter: (S/p,), others (0,)
+    # (S,): the gradient of one micro-batch, from its first token chunk until its event; or
+    # grad_shard itself, if grad_accumulates_in_place
+    unsharded_grad: Buffer
+
+    # what this rank updates
+    # views of param_shard and of grad_shard: (S/os,). Layout inter: (S/p,) on the owner, (0,) on
+    # the other ranks
     owned_param: Tensor
-    owned_grad: Tensor  # the same part of the gradient
-    replicas: dist.ProcessGroup | None  # over whom the gradient is summed last; None: nobody
-    num_chunks: int  # contributions to its gradient in one backward pass
-    # by name, each as large as owned_param, on the GPU or the host
+    owned_grad: Tensor
+    replicas: dist.ProcessGroup | None  # the group of the last all-reduce; None: there is none
+    num_chunks: int  # token chunks per backward pass: each adds one contribution to the gradient
+    # optimizer states by name, each as large as owned_param, on the GPU or on the host
     states: dict[str, Tensor] = field(default_factory=dict)
-    chunks_done: int = 0  # contributions of this pass
-    # event of param_broadcast, or of host_update: new parameters are in param_shard
+
+    # progress
+    chunks_done: int = 0  # contributions so far in this backward pass
+    # event of param_broadcast or of host_update: param_shard has the new parameters
     broadcast_done: object = None
 
     @property
-    def grad_stays(self) -> bool:
-        """Return whether gradients add up in grad_shard, without a buffer and its scatter."""
+    def grad_accumulates_in_place(self) -> bool:
+        """Return whether backward adds to grad_shard itself, without a scatter_grad."""
         return self.unsharded_grad.data is self.grad_shard
 
     @property
-    def count(self) -> int:
-        """Return the elements of the matrix, S without the padding."""
+    def num_elements(self) -> int:
+        """Return the number of elements of the matrix without padding."""
         return math.prod(self.module.shape)
 
     def as_matrix(self, flat: Tensor) -> Tensor:
         """Return the view (rows, cols) of a flat tensor (S,)."""
-        return flat[: self.count].view(self.module.shape)
+        return flat[: self.num_elements].view(self.module.shape)
 
 
 @dataclass(eq=False)
 class Unit:
-    """The matrices of a layer; or the embedding, or the head."""
+    """The matrices of one layer; or the embedding; or the head."""
 
     name: str  # such as "blocks.0"
-    index: int  # in the order of use
+    index: int  # the unit's number, in the order of use
     params: list[ShardedParam] = field(default_factory=list)  # in the order of use
-    after: Sequence[ShardedParam] = ()  # those of the unit after it
-    before: Sequence[ShardedParam] = ()  # those of the layer before it
-    passes_done: int = 0  # backward passes of this step
-    scattered: int = 0  # gradients of this pass that are on their way, from the last param on
+    next_params: Sequence[ShardedParam] = ()  # of the next unit
+    # of the previous unit if that is a layer: backward reads no weight of the embedding
+    previous_params: Sequence[ShardedParam] = ()
+    passes_done: int = 0  # backward passes of this step that are complete
+    # index, in the order of backward, of the first gradient whose reduction is not launched yet
+    next_to_scatter: int = 0
 
     @property
     def is_layer(self) -> bool:
         return self.name.startswith("blocks.")
 
 
+class GatherPlan(NamedTuple):
+    """Which parameters unshard gathers. Those that are in their buffers already are skipped."""
+
+    now: Sequence[ShardedParam]  # the pass waits for one of them
+    ahead: Sequence[ShardedParam]  # prefetched for a later use
+
+
 @dataclass(frozen=True)
 class StatePart:
-    """A part of a state on this rank, as checkpoint.py saves and loads it. It lies anywhere in the
-    flat tensor, or in what a column of ranks has of it, so what some factors, layout and tensor
-    mode have saved any others can load."""
+    """The part of one state of one parameter that this rank holds, for checkpoint.py.
 
-    values: Tensor  # (count,), a view: what is loaded is written here
-    start: int  # of its first element in the flat tensor
-    shape: tuple[int, ...]  # of the whole tensor, without padding
-    saves: bool  # this rank saves it: one of those that hold the same
-    tp_slice: TensorSlice | None = None  # the flat tensor is this of the whole one; None: all
+    It is a range of the flat full tensor, or of the flat tensor-parallel slice of it. So a
+    checkpoint can be loaded with other factors, another layout or another tensor-parallel mode.
+    """
 
-    def within(self, flat: Tensor) -> Tensor:
-        """Return the view (count,) of where it lies in the flat tensor, whatever its shape."""
-        return flat.reshape(-1)[self.start : self.start + len(self.values)]
+    values: Tensor  # (count,), a view of the state: loading writes into it
+    start: int  # index of the first value in the flat tensor
+    shape: tuple[int, ...]  # of the full tensor, without padding
+    saved_here: bool  # of all ranks that hold the same values, this one writes them to checkpoints
+    # the slice of the full tensor in which `start` counts; None: the full tensor
+    tp_slice: TensorSlice | None = None
+
+    def select(self, tensor: Tensor) -> Tensor:
+        """Return the view (count,) of this part's elements in the tensor in which `start` counts,
+        whatever that tensor's shape."""
+        return tensor.reshape(-1)[self.start : self.start + len(self.values)]
 
 
 def sum_and_scatter(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Return this rank's part of the sum of x over the group's n ranks, (S,) -> (S/n,): a
-    reduce-scatter on the stream that is current."""
-    part = x.new_empty(x.numel() // group.size())
-    reduce_scatter(part, x, group=group)
-    return part
+    """Reduce-scatter x over the n ranks of a group, on the current stream: (S,) -> (S/n,)."""
+    shard = x.new_empty(x.numel() // group.size())
+    reduce_scatter(shard, x, group=group)
+    return shard
 
 
-# ---------------------------------------------------------------------------- states
+def accumulate(total: Tensor, x: Tensor, first: bool) -> None:
+    """Set the total to x, if this is the first summand; otherwise add x to it."""
+    if first:
+        total.copy_(x)
+    else:
+        total.add_(x)
+
+
+# ---------------------------------------------------------------------------- before sharding
 
 
 def check_weights(model: nn.Module, stages: int = 1) -> None:
-    """Raise ValueError for a weight that would not train, or would train wrong: one that is no
-    Matrix's or Vector's, one that is frozen, a buffer on meta, or a module that two places share.
-    stages: of a pipeline, into which the model will be cut."""
+    """Raise ValueError for a weight that would not train, or that would train wrong.
+
+    These are: a weight that belongs to no Matrix or Vector; a frozen weight; a buffer on the meta
+    device; a Matrix with two paths in the model; and, in a pipeline, such a Vector, whose paths may
+    be on two stages. stages: the number of pipeline stages into which the model will be split.
+    """
     paths: dict[nn.Module, list[str]] = {}
     for path, module in model.named_modules(remove_duplicate=False):
         if isinstance(module, (Matrix, Vector)):
@@ -274,13 +359,13 @@ def check_weights(model: nn.Module, stages: int = 1) -> None:
     for module, (path, *others) in paths.items():
         if others and isinstance(module, Matrix):
             raise ValueError(
-                f"{path} and {others[0]} are one Matrix: each use of a matrix in a pass needs a "
-                "matrix of its own"
+                f"{path} and {others[0]} are the same Matrix. A Matrix is used once per pass, so "
+                "give each of them a Matrix of its own."
             )
         if others and stages > 1:
             raise ValueError(
-                f"--pp {stages}: {path} and {others[0]} are one Vector, and may lie on two stages: "
-                "make two, or --pp 1"
+                f"--pp {stages}: {path} and {others[0]} are the same Vector, and may be on two "
+                "pipeline stages. Make two Vectors, or use --pp 1."
             )
     sharded = {id(module.weight) for module in paths}
     wrong = [
@@ -291,161 +376,220 @@ def check_weights(model: nn.Module, stages: int = 1) -> None:
     wrong += [name for name, buffer in model.named_buffers() if buffer.is_meta]
     if wrong:
         raise ValueError(
-            f"{', '.join(wrong)}: what is sharded is the weight of a model.Matrix (large) or "
-            "Vector (small) that trains, no nn.Linear's and no buffer"
+            f"{', '.join(wrong)}: these would not train. Only the weight of a model.Matrix (large) "
+            "or a model.Vector (small) is updated, if it requires a gradient. The weights of other "
+            "modules, such as nn.Linear, are not, and a buffer on the meta device gets no values."
         )
+
+
+def assign_owners(sizes: dict[str, int], num_owners: int) -> dict[str, int]:
+    """Return the owner of each matrix in layout inter, by its path: largest matrix first, to the
+    owner with the fewest elements so far (AMSP, section IV). sizes: elements by path."""
+    owners = {}
+    loads = [0] * num_owners
+    for path in sorted(sizes, key=sizes.get, reverse=True):
+        owners[path] = loads.index(min(loads))
+        loads[owners[path]] += sizes[path]
+    return owners
+
+
+# ---------------------------------------------------------------------------- states
 
 
 @dataclass(eq=False)
 class States:
-    """A model's parameters, gradients and optimizer states on this rank, and their travels. Raises
-    ValueError if the factors are not legal, or the optimizer needs whole matrices and a rank has
-    parts; ConfigError if a rank gets no host memory. A collective of all ranks."""
+    """The model states on this rank: parameters, gradients and optimizer states, and the
+    communication that moves them.
 
-    # on any device, "meta" best: its parameters are replaced, and its matrices raise their events
-    # here: unshard, add_grad
+    The methods follow the life of a step. The constructor raises ValueError if the factors are
+    illegal, if a weight would not train, or if the optimizer needs whole matrices and this rank
+    would own parts. It raises ConfigError if a rank gets no host memory. A collective of all ranks.
+    """
+
+    # on any device; "meta" costs nothing, since all parameters are replaced. Its matrices call
+    # unshard and add_grad from now on
     model: InitVar[nn.Module]
     device: torch.device
-    dtype: torch.dtype
-    micro_batches: int = 1  # forward and backward passes between two updates
+    dtype: torch.dtype  # the compute dtype: of parameters, and of gradients while they are sent
+    micro_batches: int = 1  # forward and backward passes per update
     factors: Factors = Factors()
-    # a p-shard is split evenly in its subgroup; or "inter": it has one owner there (AMSP's)
-    layout: str = "intra"
+    layout: str = "intra"  # or "inter": the module's docstring has both
     groups: Groups = field(default_factory=Groups)
-    overlap: InitVar[tuple[str, ...]] = STREAMS  # those that run under computation
-    # a layer's backward uses its matrices more than once, so they are gathered together
-    gather_layers: bool = False
-    num_chunks: int = 1  # of tokens, if layers run in chunks: contributions to a gradient in a pass
-    decay: float = 0.1  # of matrices' weights
-    storage: InitVar[str] = "gpu"  # of the optimizer's states, or "host" (HostStates)
-    optimizer: Optimizer = ADAMW  # of matrices
+    overlap: InitVar[tuple[str, ...]] = STREAMS  # the streams that run concurrently with compute
+    gather_layers: bool = False  # layers run in chunks, or twice: gather whole layers in backward
+    num_chunks: int = 1  # token chunks of a layer; each contributes to the gradients in a pass
+    decay: float = 0.1  # weight decay of matrices
+    storage: InitVar[str] = "gpu"  # where optimizer states are; or "host" (optim.HostStates)
+    optimizer: Optimizer = ADAMW  # of matrices; vectors always have AdamW
 
     def __post_init__(self, model: nn.Module, overlap: tuple[str, ...], storage: str):
-        f, tp = self.factors, self.groups.tp
+        f = self.factors
+        tp = self.groups.tp
         if self.optimizer.whole and (self.layout, f.p, tp) != ("inter", 1, 1):
             raise ValueError(
-                f"layout={self.layout} p={f.p} tp={tp}: this optimizer needs whole "
-                "matrices, which a rank owns with layout=inter p=1 tp=1"
+                f"layout={self.layout} p={f.p} tp={tp}: this optimizer updates whole matrices, and "
+                "a rank owns whole matrices only with layout=inter p=1 tp=1"
             )
         check_factors(f, self.groups.ranks)
         check_weights(model)
+
         self.accum_dtype = accumulation_dtype(self.dtype)
         self.grad_dtype = self.accum_dtype if self.micro_batches > 1 else self.dtype
         self.streams = {name: CommStream(self.device, name in overlap) for name in STREAMS}
         self.shapes, self.weight_init = model.shapes, model.weight_init
         self.scalars = make_scalars(self.device, self.accum_dtype)
-        # what a checkpoint holds of this rank, by f"{state}.{parameter name}"
+
+        # for checkpoints: the part of each state on this rank, by f"{state}.{parameter name}"
         updates = self.scalars.step.view(1)
         self.parts = {"updates": StatePart(updates, 0, (), dist.get_rank() == 0)}
-        self.counted_grads: list[Tensor] = []  # of the norm: each element on one rank of all
+        # the gradients that this rank adds to the global norm: each element is on one rank only
+        self.norm_grads: list[Tensor] = []
         self.make_groups()
         self.make_params(model)
         self.make_states(storage)
         self.make_vectors(model)
-        self.last_pass = None  # (backward, unit) whose matrix was used last
-        self.open_unit: Unit | None = None  # whose backward pass has begun, and is not complete
-        self.on_phase: Callable[[str], None] = lambda phase: None  # told when one is enqueued
+
+        self.current_pass = None  # (backward, unit) of the last unshard
+        self.open_unit: Unit | None = None  # its backward pass has begun, and is not complete
+        self.on_phase: Callable[[str], None] = lambda phase: None  # called as a phase is enqueued
         self.begin_step()
 
-    # -- who holds what
+    # -- set-up: who holds what
 
     def make_groups(self) -> None:
-        """Make the groups that this rank is in, by the ranks' arithmetic; None: it is alone. Groups
-        of one name and the same ranks share a communicator: a factor's scatter and
-        reduce are never over the same two ranks. A collective of all ranks."""
+        """Make this rank's process groups, by arithmetic on rank numbers. A group is None where
+        this rank would be alone in it. A collective of all ranks.
+
+        Groups with the same name and the same ranks share a communicator, whose collectives run
+        one after the other. All groups for gradients may have one name, because a group that
+        scatters over p and a group that reduces after it have at most one rank in common.
+        """
         f = self.factors
         groups = self.groups
-        self.subgroup_index = groups.rank % f.os // f.p
-        self.param_index = groups.rank % f.p
+        self.param_index = groups.rank % f.p  # which p-shard this rank holds
+        self.subgroup_index = groups.rank % f.os // f.p  # this rank's place in the subgroup
         self.param_gather_group = groups.get("param_gather", lambda r: r // f.p)
         self.grad_scatter_group = groups.get("grad_reduce", lambda r: r // f.p)
         self.grad_subgroup = groups.get("grad_reduce", lambda r: (r // f.os, r % f.p))
         self.param_subgroup = groups.get("param_broadcast", lambda r: (r // f.os, r % f.p))
-        # cross os (intra) or replicate (inter) of a column's part of a matrix; and of embedding,
-        # head and whatever a layer does not cut, which are on the ranks of all columns
+
+        # cross os (intra) or replicate (inter). A matrix that tensor parallelism slices has its
+        # replicas on ranks of the same slice. A matrix that it leaves whole (embedding, head, and
+        # cut="whole" in a layer) also has them on the other tensor-parallel ranks
         n = f.os if self.layout == "intra" else f.p
-        self.replicas_of_parts = groups.get("grad_reduce", lambda r: r % n)
-        self.replicas_of_wholes = groups.by_position(
+        self.slice_replicas = groups.get("grad_reduce", lambda r: r % n)
+        self.whole_replicas = groups.by_position(
             "grad_reduce", lambda stage, r, tp_rank: (stage, r % n)
         )
 
     def make_params(self, model: nn.Module) -> None:
-        """Shard all matrices: allocate what this rank holds, and make their weights views of it."""
+        """Shard all matrices: allocate what this rank holds, and make the weights views of it."""
         matrices = {
             path: module for path, module in model.named_modules() if isinstance(module, Matrix)
         }
         multiple = self.factors.os * SHARD_ALIGN_ELEMENTS
-        padded = {
+        padded_sizes = {
             path: math.ceil(math.prod(module.shape) / multiple) * multiple
             for path, module in matrices.items()
         }
-        owners = {}  # in layout inter: greedy, largest first (AMSP, section IV)
-        loads = [0] * (self.factors.os // self.factors.p)
-        for path in sorted(padded, key=padded.get, reverse=True):
-            owners[path] = loads.index(min(loads))
-            loads[owners[path]] += padded[path]
+        owners = assign_owners(padded_sizes, self.factors.os // self.factors.p)
+
         units: dict[str, Unit] = {}
         self.sharded_params: dict[Matrix, ShardedParam] = {}
-        # two for each matrix of a layer, by the layer's parity; embedding and head have one
-        self.buffer = functools.cache(
-            lambda kind, parity, name, count, dtype: Buffer(self.zeros(count, dtype))
-        )
+        self.shared_buffers: dict[tuple, Buffer] = {}
         for path, module in matrices.items():
-            name = ".".join(path.split(".")[:2])  # "blocks.0.qkv": "blocks.0"
-            unit = units.setdefault(name, Unit(name, len(units)))
-            param = self.shard(path, module, unit, padded[path], owners[path])
+            unit_name = ".".join(path.split(".")[:2])  # "blocks.0.qkv" belongs to "blocks.0"
+            unit = units.setdefault(unit_name, Unit(unit_name, len(units)))
+            param = self.shard_matrix(path, module, unit, padded_sizes[path], owners[path])
             module.weight = nn.Parameter(param.as_matrix(param.unsharded_param.data))
             module.events = self
             self.sharded_params[module] = param
             unit.params.append(param)
+
         self.units = list(units.values())
-        for one, two in itertools.pairwise(self.units):
-            one.after = two.params
-            two.before = one.params if one.is_layer else ()
+        for unit, next_unit in itertools.pairwise(self.units):
+            unit.next_params = next_unit.params
+            if unit.is_layer:
+                next_unit.previous_params = unit.params
 
     def zeros(self, shape, dtype: torch.dtype) -> Tensor:
         return torch.zeros(shape, dtype=dtype, device=self.device)
 
-    def shard(self, path: str, module: Matrix, unit: Unit, padded: int, owner: int) -> ShardedParam:
-        """Allocate what this rank holds of a matrix of S = padded elements."""
+    def shared_buffer(
+        self, kind: str, unit: Unit, path: str, size: int, dtype: torch.dtype
+    ) -> Buffer:
+        """Return the buffer (size,) for a matrix, which every second layer shares: two buffers per
+        matrix of a layer, one for even layers and one for odd layers. Embedding and head have one
+        each. kind: "param" or "grad"."""
+        parity = unit.index % 2
+        path_in_unit = path.replace(f"{unit.name}.", "")
+        key = kind, parity, path_in_unit, size, dtype
+        if key not in self.shared_buffers:
+            self.shared_buffers[key] = Buffer(self.zeros(size, dtype))
+        return self.shared_buffers[key]
+
+    def shard_matrix(
+        self, path: str, module: Matrix, unit: Unit, padded_size: int, owner: int
+    ) -> ShardedParam:
+        """Allocate what this rank holds of a matrix with S = padded_size elements."""
         f = self.factors
-        part = padded // f.p
-        size = padded // f.os
-        first = self.subgroup_index * size
-        owned = slice(first, first + size)  # of the p-shard
-        if self.layout == "inter":
-            owned = slice(0, part if owner == self.subgroup_index else 0)
-        param_shard = self.zeros(part, self.dtype)
-        owned_param = param_shard[owned]
-        grad_shard = self.zeros(part if f.g == f.p else len(owned_param), self.grad_dtype)
+        shard_size = padded_size // f.p
         num_chunks = self.num_chunks if unit.is_layer else 1
-        place = unit.index % 2, path.replace(f"{unit.name}.", ""), padded
-        unsharded_param = Buffer(param_shard)
+
+        # which elements of its p-shard this rank updates
+        if self.layout == "intra":
+            owned_size = padded_size // f.os
+            first = self.subgroup_index * owned_size
+            owned = slice(first, first + owned_size)
+        elif owner == self.subgroup_index:
+            owned = slice(0, shard_size)
+        else:
+            owned = slice(0, 0)
+
+        param_shard = self.zeros(shard_size, self.dtype)
+        owned_param = param_shard[owned]
+        if f.g == f.p:
+            grad_shard = self.zeros(shard_size, self.grad_dtype)
+            owned_grad = grad_shard[owned]
+        else:
+            grad_shard = owned_grad = self.zeros(len(owned_param), self.grad_dtype)
+
         if f.p > 1:
-            unsharded_param = self.buffer("param", *place, self.dtype)
-        unsharded_grad = Buffer(grad_shard)
-        if f.g > 1 or num_chunks > 1 and self.grad_dtype != self.accum_dtype:
-            dtype = self.accum_dtype if num_chunks > 1 else self.dtype  # where chunks add up
-            unsharded_grad = self.buffer("grad", *place, dtype)
+            unsharded_param = self.shared_buffer("param", unit, path, padded_size, self.dtype)
+        else:
+            unsharded_param = Buffer(param_shard)
+
+        # backward needs a buffer for the whole gradient if grad_shard is smaller than that; or if
+        # token chunks have to be summed in float32, and grad_shard is in bf16
+        chunks_need_wider = num_chunks > 1 and self.grad_dtype != self.accum_dtype
+        if f.g > 1 or chunks_need_wider:
+            dtype = self.accum_dtype if num_chunks > 1 else self.dtype
+            unsharded_grad = self.shared_buffer("grad", unit, path, padded_size, dtype)
+        else:
+            unsharded_grad = Buffer(grad_shard)
+
         return ShardedParam(
-            f"{path}.weight",
-            module,
-            unit,
-            owner,
-            self.param_index * part + owned.start,
-            param_shard,
-            unsharded_param,
-            grad_shard,
-            unsharded_grad,
-            owned_param,
-            grad_shard[owned] if f.g == f.p else grad_shard,
-            self.replicas_of_parts if module.tp_slice else self.replicas_of_wholes,
-            num_chunks,
+            name=f"{path}.weight",
+            module=module,
+            unit=unit,
+            owner=owner,
+            owned_start=self.param_index * shard_size + owned.start,
+            param_shard=param_shard,
+            unsharded_param=unsharded_param,
+            grad_shard=grad_shard,
+            unsharded_grad=unsharded_grad,
+            owned_param=owned_param,
+            owned_grad=owned_grad,
+            replicas=self.slice_replicas if module.tp_slice else self.whole_replicas,
+            num_chunks=num_chunks,
         )
 
     def make_states(self, storage: str) -> None:
-        """Give each matrix its states, zeros. One of the ranks that hold the same states saves them
-        and counts their gradients in the norm: another rank for each matrix."""
+        """Allocate the optimizer states of all matrices, zeros.
+
+        Of the ranks that hold the same states, one saves them to checkpoints and adds their
+        gradients to the global norm. Replicas take turns, matrix by matrix.
+        """
         params = self.sharded_params.values()
         sizes = [len(param.owned_param) for param in params]
         states, self.host_states = allocate_states(
@@ -453,102 +597,515 @@ class States:
         )
         groups = self.groups
         replica = groups.rank // self.factors.os
-        replicas = groups.ranks // self.factors.os
+        num_replicas = groups.ranks // self.factors.os
         for i, param in enumerate(params):
             param.states = states[i]
-            length = min(len(param.owned_param), param.count - param.start)
+            length = min(len(param.owned_param), param.num_elements - param.owned_start)
             if length <= 0:
-                continue  # padding alone, or in layout inter another rank's
-            cut = param.module.tp_slice
-            saves = i % replicas == replica and (groups.tp_rank == 0 or cut is not None)
-            if saves:
-                self.counted_grads.append(param.owned_grad)
+                continue  # this rank owns only padding, or another rank is the owner
+
+            # tensor-parallel ranks hold the same matrix if it is not sliced; the first rank counts
+            tp_slice = param.module.tp_slice
+            is_first_copy = tp_slice is not None or groups.tp_rank == 0
+            saved_here = i % num_replicas == replica and is_first_copy
+            if saved_here:
+                self.norm_grads.append(param.owned_grad)
             for state, values in param.states.items():
                 self.parts[f"{state}.{param.name}"] = StatePart(
-                    values[:length], param.start, self.shapes[param.name], saves, cut
+                    values[:length],
+                    param.owned_start,
+                    self.shapes[param.name],
+                    saved_here,
+                    tp_slice,
                 )
 
     def make_vectors(self, model: nn.Module) -> None:
-        """Make the small weights of the whole model parts of one vector on every rank, in
-        accum_dtype: they are their own masters. Autograd adds to their gradients in place; ranks
-        add zeros to those of other stages."""
+        """Allocate the small weights (Vector) of all pipeline stages, on every rank.
+
+        They are views of one flat tensor in accum_dtype, and so are their gradients, to which
+        autograd adds in place. They are their own master weights. On a rank of another stage the
+        gradient of a vector stays 0, and adds nothing to the all-reduce.
+        """
         names = [name for name, shape in self.shapes.items() if len(shape) == 1]
         sizes = [math.prod(self.shapes[name]) for name in names]
         self.vector_grad = self.zeros(sum(sizes), self.accum_dtype)
         self.vector_states = {
             state.name: self.zeros(sum(sizes), self.accum_dtype) for state in ADAMW.states
         }
-        saves = dist.get_rank() == 0
-        self.counted_grads.append(self.vector_grad if saves else self.vector_grad[:0])
-        modules = dict(model.named_modules())
-        flats = self.vector_grad, *self.vector_states.values()
-        for name, grad, *states in zip(names, *(flat.split(sizes) for flat in flats)):
-            if module := modules.get(name.removesuffix(".weight")):
-                module.weight = nn.Parameter(states[0])
-                module.weight.grad = grad
-            for state, values in zip(self.vector_states, states):
-                self.parts[f"{state}.{name}"] = StatePart(values, 0, self.shapes[name], saves)
+        saved_here = dist.get_rank() == 0
+        self.norm_grads.append(self.vector_grad if saved_here else self.vector_grad[:0])
 
-    # -- parameters: gathered ahead of their use
+        modules = dict(model.named_modules())
+        grads = self.vector_grad.split(sizes)
+        states = {state: flat.split(sizes) for state, flat in self.vector_states.items()}
+        for i, name in enumerate(names):
+            module = modules.get(name.removesuffix(".weight"))
+            if module is not None:  # it is on this stage
+                module.weight = nn.Parameter(states["master"][i])
+                module.weight.grad = grads[i]
+            for state, values in states.items():
+                self.parts[f"{state}.{name}"] = StatePart(
+                    values[i], 0, self.shapes[name], saved_here
+                )
+
+    # -- a step begins
+
+    def begin_step(self) -> None:
+        """Begin a step: forget the gradients of the step before."""
+        self.usage_error = ""  # which matrix was not used once per pass, in words
+        # (phase in words, its event). A new deque, because a thread may still read the old one
+        self.progress_events = deque(maxlen=10 * len(self.units))
+        for unit in self.units:
+            unit.passes_done = 0
+        self.vector_grad.zero_()
+
+    # -- forward and backward: parameters are gathered ahead of their use
 
     def unshard(self, module: Matrix, backward: bool) -> Tensor:
-        """Return the weight (rows, cols), whole, and launch the gathers of those that follow.
+        """Return the weight (rows, cols) of a matrix, and launch the gathers of later weights.
 
-        backward: the direction of the pass. What reads the weight is enqueued before the next layer
-        is unsharded: then the one behind it may be gathered into its place.
+        backward: the pass goes from the last layer to the first. The caller must enqueue all
+        kernels that read the weight before it unshards the next layer, because the layer after that
+        one is then gathered into the same buffer.
         """
         param = self.sharded_params[module]
         unit = param.unit
-        if self.last_pass != (backward, unit):
-            self.last_pass = backward, unit
-            self.begin_pass(unit)
-            self.enter_phase(
-                f"{'backward' if backward else 'forward'}, {unit.name}, "
-                f"{unit.index + 1}/{len(self.units)}"
-            )
+        if self.current_pass != (backward, unit):
+            self.current_pass = backward, unit
+            self.close_other_unit(unit)
+            direction = "backward" if backward else "forward"
+            self.enter_phase(f"{direction}, {unit.name}, {unit.index + 1}/{len(self.units)}")
+
         if self.factors.p == 1:
-            wait(param.broadcast_done)  # they are new; hidden by the update and layers before
+            # waits for the new parameters; hidden by the update and the forward of earlier layers
+            wait(param.broadcast_done)
             param.broadcast_done = None
             return module.weight
-        for params in self.gathers(param, backward):
-            self.launch_param_gather(params)
-        # hidden by the layer before; in backward by the matrix, unless layers are gathered whole
+
+        gathers = self.plan_gathers(param, backward)
+        self.launch_param_gather(gathers.now)
+        self.launch_param_gather(gathers.ahead)
+        # waits for the all-gather; hidden by the layer before, or in backward of whole layers by
+        # the matrix before
         wait(param.unsharded_param.event)
         return module.weight
 
-    def gathers(
-        self, param: ShardedParam, backward: bool
-    ) -> tuple[list[ShardedParam], list[ShardedParam]]:
-        """Return what to gather where `param` is used, if it was not gathered ahead, and what to
-        gather ahead. All ranks gather in one order, also where one does not use a matrix."""
+    def plan_gathers(self, param: ShardedParam, backward: bool) -> GatherPlan:
+        """Return what to gather when `param` is about to be used. All ranks gather in the same
+        order, even if one of them skips a matrix."""
         unit = param.unit
-        if not self.streams["param_gather"].overlap:
-            return unit.params, []
-        if not backward:
-            return unit.params, unit.after
-        if self.gather_layers:  # the layer before, once for both of its passes
-            return [param], unit.before
-        # the next matrix alone: its gather delays no reduction (AMSP, section V-C)
-        i = unit.params.index(param)
-        return unit.params[i:][::-1], (unit.params[:i] or unit.before)[-1:]
 
+<<<<<<< HEAD
     def launch_param_gather(self, params: list[ShardedParam]) -> None:
         """Launch the all-gathers, (S/p,) -> (S,), of weights that their buffers do not hold yet."""
         params = [param for param in params if param.unsharded_param.held_param is not param]
+=======
+        # without overlap: the whole unit as it begins, nothing ahead
+        if not self.streams["param_gather"].overlap:
+            return GatherPlan(now=unit.params, ahead=[])
+
+        # forward: the whole next unit ahead
+        if not backward:
+            return GatherPlan(now=unit.params, ahead=unit.next_params)
+
+        # backward of layers that run in chunks or twice: the whole previous layer ahead. It is
+        # gathered once, for its recomputation and its backward
+        if self.gather_layers:
+            return GatherPlan(now=[param], ahead=unit.previous_params)
+
+        # backward of whole layers: only the next matrix ahead, because a gather of more would delay
+        # the reduction of this one's gradient (AMSP, section V-C). `now` starts at the unit's last
+        # matrix, for a rank that skipped one
+        i = unit.params.index(param)
+        now = list(reversed(unit.params[i:]))
+        if i > 0:
+            return GatherPlan(now, ahead=[unit.params[i - 1]])
+        return GatherPlan(now, ahead=unit.previous_params[-1:])
+
+    def launch_param_gather(self, params: Sequence[ShardedParam]) -> None:
+        """Launch the all-gathers (S/p,) -> (S,) of weights that are not in their buffers yet."""
+        params = [param for param in params if param.unsharded_param.holder is not param]
+>>>>>>> v-shard
         if not params:
             return
         stream = self.streams["param_gather"]
-        with stream.after_compute():  # buffers are free: the last layer but one is enqueued
+        # the buffers are free behind compute: their readers, two layers ago, are enqueued
+        with stream.after_compute():
             for param in params:
                 buffer = param.unsharded_param
-                wait(param.broadcast_done)  # param_shard is new; hidden by update and layers before
+                # waits for the new param_shard; hidden by the update and earlier layers
+                wait(param.broadcast_done)
                 all_gather(buffer.data, param.param_shard, group=self.param_gather_group)
                 buffer.held_param = param
                 buffer.event = stream.record_event()
 
+    # -- backward: gradients are reduced under the computation that follows
+
+    def add_grad(self, module: Matrix, compute: Callable[[Tensor, int], Tensor]) -> None:
+        """Add one token chunk's contribution to the gradient of a matrix. After the last chunk,
+        launch the gradient's reduction.
+
+        compute(out, beta) writes beta * out + contribution into out (rows, cols). Returns None, so
+        autograd has nothing to store.
+        """
+        param = self.sharded_params[module]
+        unit = param.unit
+        self.close_other_unit(unit)
+        if param.chunks_done == param.num_chunks or unit.passes_done == self.micro_batches:
+            self.usage_error = f"{param.name} was used more than once per pass"
+            return  # the reduction of its gradient is launched already
+        self.open_unit = unit
+
+        buffer = param.unsharded_grad
+        is_first_chunk = param.chunks_done == 0
+        if is_first_chunk:
+            # waits until scatter_grad has read what was in the buffer, two layers ago; hidden by
+            # the backward of the layer between
+            wait(buffer.event)
+        adds_to_micro_batches = param.grad_accumulates_in_place and unit.passes_done > 0
+        beta = 0 if is_first_chunk and not adds_to_micro_batches else 1
+        compute(param.as_matrix(buffer.data), beta)
+        param.chunks_done += 1
+        self.scatter_unit(unit)
+
+    def close_other_unit(self, unit: Unit) -> None:
+        """Complete the backward pass of the open unit, if the pass has gone on to another unit."""
+        if self.open_unit not in (None, unit):
+            self.complete_pass(self.open_unit)
+
+    def complete_pass(self, unit: Unit) -> None:
+        """Complete a unit's backward pass although a matrix was not used: launch the gathers and
+        reductions that are missing, because other ranks wait for them.
+
+        A rank that skips a matrix can still hang the others here:
+
+            on a CPU, where nothing overlaps: in a gather (p > 1, whole layers) or a reduction
+            in the gathers of a layer whose input is recomputed
+            in the exchanges of attention and of tensor parallelism
+        """
+        if self.factors.p > 1 and unit.is_layer:
+            self.launch_param_gather(unit.params[::-1])
+        for param in unit.params:
+            if param.chunks_done < param.num_chunks:
+                if not self.usage_error:
+                    self.usage_error = (
+                        f"{param.name} was used {param.chunks_done} times per pass instead of "
+                        f"{param.num_chunks}"
+                    )
+                param.chunks_done = param.num_chunks
+        self.scatter_unit(unit)
+
+    def scatter_unit(self, unit: Unit) -> None:
+        """Launch the reductions of a unit's gradients, from the last param to the first, up to a
+        gradient that is not complete. So all ranks launch them in the same order, whatever each of
+        them uses."""
+        last_micro_batch = unit.passes_done == self.micro_batches - 1
+        in_backward_order = unit.params[::-1]
+        for param in in_backward_order[unit.next_to_scatter :]:
+            if param.chunks_done < param.num_chunks:
+                return
+            if not param.grad_accumulates_in_place:
+                self.scatter_grad(param, last_micro_batch)
+            unit.next_to_scatter += 1
+
+        # all gradients of this backward pass are launched
+        self.open_unit = None
+        unit.next_to_scatter = 0
+        unit.passes_done += 1
+        for param in unit.params:
+            param.chunks_done = 0
+        if last_micro_batch:
+            self.reduce_unit(unit)
+
+    def scatter_grad(self, param: ShardedParam, last_micro_batch: bool) -> None:
+        """Launch the reduction of a micro-batch's gradient (S,) to the part that this rank keeps,
+        and add it to the part from the earlier micro-batches, in grad_shard."""
+        f = self.factors
+        first_micro_batch = param.unit.passes_done == 0
+        kept = len(param.grad_shard)
+        stream = self.streams["grad_scatter"]
+        # behind compute: the gradient is complete, and the last update has read grad_shard
+        with stream.after_compute():
+            grad = param.unsharded_grad.data
+            if f.g > 1:  # it is sent in the compute dtype (g = 1: reduce_unit sends the sum)
+                grad = grad.to(self.dtype)
+            if f.p > 1:  # (S,) -> (S/p,)
+                grad = sum_and_scatter(grad, self.grad_scatter_group)
+
+            if f.g == f.p:
+                # this rank keeps its whole p-shard; reduce_unit does the rest once per step
+                accumulate(param.grad_shard, grad, first_micro_batch)
+            elif self.layout == "intra":
+                # (S/p,) -> (S/os,): an equal slice for each rank of the subgroup
+                grad = sum_and_scatter(grad, self.grad_subgroup)
+                accumulate(param.grad_shard, grad, first_micro_batch)
+            elif not last_micro_batch:
+                # inter: all-reduce, then select & drop (AMSP, section IV): the owner keeps (S/p,),
+                # the other ranks of the subgroup (0,)
+                dist.all_reduce(grad, group=self.grad_subgroup)
+                accumulate(param.grad_shard, grad[:kept], first_micro_batch)
+            else:
+                # inter, last micro-batch: all-reduce over all replicas. Each os group has summed
+                # the earlier micro-batches, on one rank, which adds them to this sum
+                if not first_micro_batch:
+                    grad[:kept] += param.grad_shard
+                dist.all_reduce(grad, group=param.replicas)
+                param.grad_shard.copy_(grad[:kept])
+            stream.done_reading(param.as_matrix(param.unsharded_grad.data))
+        param.unsharded_grad.event = stream.last_event()
+
+    def reduce_unit(self, unit: Unit) -> None:
+        """Launch the sums of a unit's gradients that run once per step, after the last micro-batch.
+
+        A gradient (S/g,) becomes (S/os,), the sum over all ranks. In layout inter with g = p it
+        stays (S/p,). The all-reduces of one group run in one launch. But gradients that are cast
+        run one by one, because the casts of a whole unit would take memory.
+        """
+        f = self.factors
+        if f.g > f.p and self.layout == "inter":
+            return  # scatter_grad has summed over all replicas
+        if f.g == f.os and not any(param.replicas for param in unit.params):
+            return  # nobody else has a part of these sums
+
+        if self.grad_dtype != self.dtype:
+            launches = [[param] for param in unit.params]
+        else:
+            launches = [
+                list(params)
+                for _, params in itertools.groupby(unit.params, lambda param: param.replicas)
+            ]
+        with self.streams["grad_reduce"].after_compute():
+            # waits for complete grad_shards; hidden by the backward of the layers that follow
+            wait(self.streams["grad_scatter"].last_event())
+            for params in launches:
+                self.sum_replicas(params)
+
+    def sum_replicas(self, params: list[ShardedParam]) -> None:
+        """Enqueue the sums of some gradients: first reduce-scatters in the subgroup (intra, g = p),
+        then all-reduces over their replicas, in one launch.
+
+        This is a function of its own so that its copies are freed before the next ones are made.
+        """
+        f = self.factors
+        scatters = self.layout == "intra" and f.g < f.os
+        group = params[0].replicas
+        if not (group or scatters):
+            return
+
+        grads = [param.grad_shard.to(self.dtype) for param in params]
+        if scatters:  # (S/p,) -> (S/os,)
+            grads = [sum_and_scatter(grad, self.grad_subgroup) for grad in grads]
+        if group:
+            with dist._coalescing_manager(group):
+                for grad in grads:
+                    dist.all_reduce(grad, group=group)
+
+        for param, grad in zip(params, grads):
+            if grad is not param.grad_shard:
+                result = param.owned_grad if self.layout == "intra" else param.grad_shard
+                result.copy_(grad)
+
+    # -- backward ends
+
+    def finish_gradients(self) -> None:
+        """Sum the vectors' gradients over all ranks after the last backward of a step, and let
+        compute wait for all reductions.
+
+        If a matrix was not used exactly once per pass on some rank, the gradients become NaN on all
+        ranks: NaN in the vectors' gradients spreads by their all-reduce. So update changes nothing,
+        and ranks need no extra communication to agree. check_uses names the matrix.
+        """
+        for unit in reversed(self.units):
+            while unit.passes_done < self.micro_batches:  # some matrix was never used
+                self.complete_pass(unit)
+        for module, param in self.sharded_params.items():
+            if module.weight.grad is not None:
+                self.usage_error = f"{param.name} was used outside project()"
+                module.weight.grad = None
+        self.current_pass = None
+        self.enter_phase("update")
+        if self.usage_error:
+            self.vector_grad.fill_(math.nan)
+        dist.all_reduce(self.vector_grad)
+        # waits for all gradients; hidden by the backward, except for its last layers' reductions
+        wait(self.streams["grad_scatter"].last_event())
+        wait(self.streams["grad_reduce"].last_event())
+
+    def check_uses(self) -> None:
+        """Raise ConfigError on all ranks if one of them did not use each matrix exactly once per
+        pass in this step. Call it after a step that was not finite. A collective of all ranks."""
+        error = ""
+        if self.usage_error:
+            error = (
+                f"{self.usage_error}; every rank must use every Matrix exactly once per pass, even "
+                "if it has no tokens for it: then call it with an empty input, x[:0]"
+            )
+        if error := first_error(error):
+            raise ConfigError(error)
+
+    # -- update
+
+    def update(
+        self, lr: float | Tensor, clip: float, loss: Tensor | float = 0.0
+    ) -> tuple[Tensor, Tensor]:
+        """Update all weights, and launch the broadcasts of the new parameters.
+
+        The gradient's global norm is clipped to `clip`; 0 switches clipping off. Pass lr as a
+        tensor on the device if a CUDA graph must see each new value. Returns the norm, and whether
+        the norm and the loss are finite on all ranks, both on the device. If they are not finite,
+        no weight and no state changes.
+        """
+        # weights may be overwritten: compute has waited, in unshard, for every gather and broadcast
+        norm = global_norm(self.norm_grads, self.accum_dtype)
+        finite = set_scalars(self.scalars, lr, clip, norm, loss)
+        self.update_vectors()
+
+        if self.host_states:
+            self.host_states.begin()
+            # behind compute: gradients and scalars are final
+            update_stream = self.streams["host_update"].after_compute()
+        else:
+            update_stream = contextlib.nullcontext()
+        with update_stream:
+            for unit in self.units:
+                for param in unit.params:
+                    if len(param.owned_param):
+                        self.update_param(param)
+                self.broadcast_params(unit)
+        return norm, finite
+
+    def update_vectors(self) -> None:
+        """Update the small weights by AdamW without weight decay, on every rank alike."""
+        # AdamW also writes a copy of the master weights. Nobody reads this one
+        unused = torch.empty_like(self.vector_grad)
+        adamw(
+            Update(
+                name="vectors",
+                start=0,
+                weight=unused,
+                grad=self.vector_grad,
+                states=self.vector_states,
+                weight_decay=0.0,
+                **self.scalars._asdict(),
+            )
+        )
+
+    def update_param(self, param: ShardedParam) -> None:
+        """Update what this rank owns of a matrix: all at once, or piece by piece if its states are
+        on the host."""
+        pieces = [(slice(None), param.states)]
+        if self.host_states:
+            pieces = self.host_states.stream_through(param.states)
+        for piece, states in pieces:
+            weight = param.owned_param[piece]
+            grad = param.owned_grad[piece]
+            if self.optimizer.whole:  # (S,) -> (rows, cols)
+                weight = param.as_matrix(weight)
+                grad = param.as_matrix(grad)
+                states = {name: param.as_matrix(state) for name, state in states.items()}
+            self.optimizer.update(
+                Update(
+                    name=param.name,
+                    start=param.owned_start + (piece.start or 0),
+                    weight=weight,
+                    grad=grad,
+                    states=states,
+                    weight_decay=self.decay,
+                    **self.scalars._asdict(),
+                )
+            )
+
+    def broadcast_params(self, unit: Unit) -> None:
+        """Launch the communication of a unit's new parameters to the subgroup: all-gathers (S/os,)
+        -> (S/p,); in layout inter, broadcasts of (S/p,) from their owners."""
+        stream = self.streams["param_broadcast"]
+        group = self.param_subgroup
+        for param in unit.params:
+            param.unsharded_param.holder = None  # the buffer has the old parameters
+        if not (group or self.host_states):
+            return  # compute itself has updated all of param_shard
+
+        on_gpu = self.device.type == "cuda"
+        with stream.after_compute():  # the unit is updated
+            if group and self.layout == "inter":
+                # NCCL runs the broadcasts of several owners in one launch
+                with dist._coalescing_manager(group, self.device if on_gpu else None):
+                    for param in unit.params:
+                        dist.broadcast(param.param_shard, group=group, group_src=param.owner)
+            elif group:
+                for param in unit.params:
+                    # gloo may not read where it writes
+                    owned_param = param.owned_param if on_gpu else param.owned_param.clone()
+                    all_gather(param.param_shard, owned_param, group=group)
+
+        # if broadcasts do not overlap, they run on the stream of the update
+        broadcast_done = stream.last_event() or self.streams["host_update"].last_event()
+        for param in unit.params:
+            param.broadcast_done = broadcast_done
+
+    # -- loading and saving
+
+    def state_parts(self) -> dict[str, StatePart]:
+        """Return what a checkpoint holds of this rank, by f"{state}.{parameter name}", and the
+        number of updates. If the states are on the host, their values change with the next
+        update."""
+        if self.host_states:
+            self.host_states.synchronize()
+        return self.parts
+
+    def load(self, weight: Callable[[str], Tensor]) -> None:
+        """Set all parameters. weight(name) returns a full parameter of any dtype and device, and
+        each rank copies what it owns. If that fails on one rank, all ranks raise ConfigError. A
+        collective of all ranks."""
+
+        def load_masters() -> None:
+            parts = self.state_parts()
+            for name in self.shapes:
+                if part := parts.get(f"master.{name}"):
+                    tensor = weight(name)
+                    if part.tp_slice:
+                        tensor = part.tp_slice.extract(tensor)
+                    part.values.copy_(part.select(tensor))
+
+        all_or_none(load_masters)
+        self.restore_weights()
+
+    def restore_weights(self) -> None:
+        """Set the weights from their master weights, for example after a checkpoint was read into
+        state_parts()."""
+        for unit in self.units:
+            for param in unit.params:
+                param.owned_param.copy_(param.states["master"])
+            self.broadcast_params(unit)
+
+    def full_param(self, name: str) -> Tensor:
+        """Return a full parameter in accum_dtype. A collective of all ranks."""
+        full = self.zeros(self.shapes[name], self.accum_dtype)
+        part = self.state_parts().get(f"master.{name}")
+        if part and part.saved_here:
+            if part.tp_slice:
+                tp_tensor = part.tp_slice.extract(full)  # a copy of the slice, still zeros
+                part.select(tp_tensor).copy_(part.values)
+                part.tp_slice.insert(tp_tensor, full)
+            else:
+                part.select(full).copy_(part.values)
+        dist.all_reduce(full)  # each element is on one rank, and 0 on the others
+        return full
+
+    def bytes(self) -> dict[str, int]:
+        """Return the bytes of each kind of model state on this rank, without the vectors."""
+        params = self.sharded_params.values()
+        return {
+            "parameters": sum(param.param_shard.nbytes for param in params),
+            "gradients": sum(param.grad_shard.nbytes for param in params),
+            "optimizer": sum(state.nbytes for param in params for state in param.states.values()),
+        }
+
+    # -- progress, for whoever watches a run
+
     def enter_phase(self, phase: str) -> None:
-        """Record an event of the compute stream that `progress` can ask for, and tell on_phase; a
-        CUDA graph has no phases."""
+        """Note that a phase of the step is enqueued: record an event for `progress`, and call
+        on_phase. A CUDA graph has no phases, so nothing happens while one is captured."""
         event = None
         if self.device.type == "cuda":
             if torch.cuda.is_current_stream_capturing():
@@ -558,10 +1115,11 @@ class States:
         self.on_phase(phase)
 
     def progress(self) -> str:
-        """Return the last phase that the device has begun, "" if no other since the last call. It
-        does not wait for the device; any thread may ask."""
-        text = ""
+        """Return the last phase that the device has begun, or "" if it has begun none since the
+        last call. This does not wait for the device, and any thread may call it."""
+        phase = ""
         events = self.progress_events
+<<<<<<< HEAD
         while events and (events[0][1] is None or events[0][1].query()):
             text, _ = events.popleft()
         return text
@@ -867,3 +1425,11 @@ class States:
             "gradients": sum(param.grad_shard.nbytes for param in params),
             "optimizer": sum(state.nbytes for param in params for state in param.states.values()),
         }
+=======
+        while events:
+            _, event = events[0]
+            if event is not None and not event.query():
+                break
+            phase, _ = events.popleft()
+        return phase
+>>>>>>> v-shard

@@ -309,7 +309,7 @@ def answer(
         scalars.lr.fill_(learning_rate(step))
         for p, (master, momentum) in states.items():
             named = {"master": master, "momentum": momentum}
-            muon(optim.Update("", 0, p.data, p.grad, named, decay=0.1, **scalars._asdict()))
+            muon(optim.Update("", 0, p.data, p.grad, named, weight_decay=0.1, **scalars._asdict()))
             p.grad = None  # AdamW leaves it
         for group in adamw.param_groups:
             group["lr"] = learning_rate(step)
@@ -528,7 +528,7 @@ def equal(
             and torch.equal(param.grad_shard.bfloat16(), param.grad_shard)
         ]
     if only < 0 or only == len(wanted) - 1:
-        found = {name: states.full(name).cpu() for name in after}
+        found = {name: states.full_param(name).cpu() for name in after}
         for name, (update, wanted_update) in updates(before, found, after, case["dtype"]).items():
             error = relative(update, wanted_update)
             wrong += [f"update of {name}: {error:.3g}"] * (not error < update_noise)
@@ -651,7 +651,7 @@ def seed_delays(what: str) -> None:
 def make_small() -> None:
     """Let what is tiny here have several parts."""
     torch.use_deterministic_algorithms(True)  # with fill_uninitialized_memory
-    optim.VISIT_ELEMENTS, ops.LOSS_ELEMENTS = 300, 67 * 7
+    optim.PIECE_ELEMENTS, ops.LOSS_ELEMENTS = 300, 67 * 7
     seed_delays("")
     pipeline.Link.launch = lambda *message: Message(*message)
 
@@ -1250,12 +1250,12 @@ def test_misused_matrices_end_a_step():
     lines += ["2 p=2 g=2 os=2 keep=mixed", "2 p=2 g=2 os=2 open=1", "2 sp=2 os=2 place=host"]
     text = on_ranks(2, misuse_matrices, lines)
     told = Counter(re.findall(r"(?m)^(\S+ was used .*?); ", text))
-    never = "blocks.4.expert.weight was used 0 times in a pass, not"
+    never = "blocks.4.expert.weight was used 0 times per pass instead of"
     assert told == {
         f"{never} 1": 24,
         f"{never} 3": 4,
-        "embed.weight was used more than once a pass": 14,
-        "blocks.4.expert.weight was used beside model.project": 14,
+        "embed.weight was used more than once per pass": 14,
+        "blocks.4.expert.weight was used outside project()": 14,
     }
     assert text.count(" (on ranks [1])") == 14
 
@@ -1308,7 +1308,9 @@ def test_forks_that_would_train_wrong_are_refused(group):
     cpu = torch.device("cpu")
     model = m.LLaMA(SMALL)
     model.embed.weight.requires_grad_(False)
-    with raises(ValueError, match="^embed.weight: what is sharded is .* that trains"):
+    with raises(
+        ValueError, match="^embed.weight: these would not train.* if it requires a gradient"
+    ):
         shard.States(model, cpu, torch.float32)
     model = m.LLaMA(SMALL)
     model.head.weight = model.embed.weight
@@ -1316,7 +1318,7 @@ def test_forks_that_would_train_wrong_are_refused(group):
         shard.States(model, cpu, torch.float32)
     model = m.LLaMA(SMALL)
     model.register_buffer("scale", torch.empty(1, device="meta"))
-    with raises(ValueError, match="^scale: .* and no buffer"):
+    with raises(ValueError, match="^scale: .* a buffer on the meta device gets no values"):
         shard.States(model, cpu, torch.float32)
     model = seeded(SIZES["gqa"], attention.Attention("cpu"))
     chunked = functools.partial(

@@ -758,7 +758,7 @@ def export(run, states, group):
     hf.export(
         Path(cfg.export),
         run.plan.model,
-        states.full,
+        states.full_param,
         run.plan.dtype,
         run.record["source"],
         folders_beside(cfg),

@@ -23,7 +23,7 @@ FLAG = 'optimizer: str = flag("adamw", "of matrices: adamw, or muon")'
 def muon(update):  # an optim.Update
     master = update.states["master"]
     momentum = update.states["momentum"]
-    new_momentum = 0.95 * momentum + update.clip * update.grad.to(master.dtype)
+    new_momentum = 0.95 * momentum + update.clip_factor * update.grad.to(master.dtype)
 
     # bring all singular values near 1: five iterations of Newton and Schulz, Muon's coefficients
     x = new_momentum / (new_momentum.norm() + EPS)
@@ -33,7 +33,7 @@ def muon(update):  # an optim.Update
 
     # a step whose gradients are not finite changes nothing
     momentum.copy_(torch.where(update.finite, new_momentum, momentum))
-    new_master = master * (1 - update.lr * update.decay) - update.lr * x
+    new_master = master * (1 - update.lr * update.weight_decay) - update.lr * x
     master.copy_(torch.where(update.finite, new_master, master))
     update.weight.copy_(master)
 

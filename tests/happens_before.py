@@ -339,7 +339,7 @@ class RecordedPool(ThreadPoolExecutor):
         if write is checkpoint.write_states:
             recorder.trace.append(("follow", WRITER, HOST, None))
             for part in args[1].values():
-                if part.saves:
+                if part.saved_here:
                     on_host = recorder.memory_of(part.values).on_host
                     recorder.access(part.values, False, WRITER if on_host else COMPUTE)
         job = super().submit(write, *args)

@@ -39,7 +39,7 @@ REFUSED = [
     ("train.py --rope-scaling ntk:2", "ntk:2.*llama3:FACTOR, yarn:FACTOR or theta:BASE"),
     ("train.py --init gpt2", "gpt2: random or hf:DIR"),
     ("train.py --init hf:", "hf:: random or hf:DIR"),
-    ("train.py --strategy zero4", "zero4: one of ddp, zero1.*mics:K"),
+    ("train.py --strategy zero4", "zero4 is unknown; choose one of ddp, zero1.*mics:K"),
     ("train.py --os-layout whole", "whole: one of auto, intra, inter"),
     ("train.py --os-place disk", "--os-place disk: one of auto, gpu, host"),
     ("train.py --tp-mode isp", "--tp-mode isp: one of mtp, msp, fsp"),

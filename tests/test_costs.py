@@ -38,7 +38,9 @@ def test_factors():
         ((3, 3, 3), "3 shards do not fit 8 ranks"),
         ((4, 4, 2), "dependency rule"),
     ):
-        with raises(ValueError, match=rf"{rule}.*nearest: --p \d --g \d --os \d$"):
+        with raises(
+            ValueError, match=rf"{rule}.*the nearest legal choice is --p \d --g \d --os \d$"
+        ):
             shard.check_factors(shard.Factors(*f), 8)
     for batch, gradients in ((8, 0.5), (16, 1)):
         plan = replace(STEP, factors=shard.Factors(2, 4, 8), batch=batch)

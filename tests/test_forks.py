@@ -251,7 +251,7 @@ def by_index(u):
 def by_first(u):
     """Treats elements by their number in the matrix."""
     master = u.states["master"]
-    new = master - u.lr * u.grad * (u.first + torch.arange(len(master)))
+    new = master - u.lr * u.grad * (u.start + torch.arange(len(master)))
     master.copy_(torch.where(u.finite, new, master))
     u.weight.copy_(master)
 
@@ -265,13 +265,13 @@ def forgets_skips(u):
 @parametrize(
     "update, states, says",
     [
-        (lars, "master", "the update of a matrix in two halves differs .* 'master'.* whole=True"),
-        (cautious, "master momentum", "the update of a matrix in two halves"),
-        (by_index, "master", "the update of a matrix in two halves"),
+        (lars, "master", "updating a matrix in two halves differs .* 'master'.* whole=True"),
+        (cautious, "master momentum", "updating a matrix in two halves"),
+        (by_index, "master", "updating a matrix in two halves"),
         (by_first, "master", None),
         (forgets_skips, "master", "a step that is not finite changes 'master'"),
-        (lars, "weight", 'its states are weight; they have names .* one is "master"'),
-        (lars, "master master", "its states are master, master; they have names of their own"),
+        (lars, "weight", 'its states are weight; .* one must be "master"'),
+        (lars, "master master", "its states are master, master; states must have different names"),
     ],
 )
 def test_an_optimizer_proves_that_it_may_update_parts(update, states, says):
@@ -530,8 +530,8 @@ def momentum_in_bf16(u):
     master, momentum = u.states["master"], u.states["momentum"]
     assert (master.dtype, momentum.dtype) == (torch.float32, torch.bfloat16)
     assert u.weight.shape == master.shape == momentum.shape == u.grad.shape
-    updated.append((u.name, u.first, u.first + len(u.weight)))
-    new = 0.9 * momentum.float() + u.clip * u.grad.float()
+    updated.append((u.name, u.start, u.start + len(u.weight)))
+    new = 0.9 * momentum.float() + u.clip_factor * u.grad.float()
     momentum.copy_(torch.where(u.finite, new, momentum.float()))
     master.copy_(torch.where(u.finite, master - u.lr * new, master))
     u.weight.copy_(master)
@@ -547,7 +547,7 @@ def test_states_have_the_dtypes_that_an_optimizer_declares(place, layout, group,
     its optimizer declares, and an element whose index within the matrix is wrong."""
     states = (optim.State("master"), optim.State("momentum", torch.bfloat16))
     sgd = optim.Optimizer(momentum_in_bf16, states)
-    monkeypatch.setattr(optim, "VISIT_ELEMENTS", 1000)  # several visits of each matrix
+    monkeypatch.setattr(optim, "PIECE_ELEMENTS", 1000)  # several pieces of each matrix
     monkeypatch.setitem(optim.OPTIMIZERS, "sgd", sgd)
     updated.clear()
     with torch.device("meta"):
@@ -565,12 +565,12 @@ def test_states_have_the_dtypes_that_an_optimizer_declares(place, layout, group,
     for name, part in held.state_parts().items():
         if name.startswith("momentum."):
             assert part.values.dtype == torch.bfloat16 and part.values.any(), name
-    parameters = sum(param.count for param in held.sharded_params.values())
+    parameters = sum(param.num_elements for param in held.sharded_params.values())
     assert held.bytes()["optimizer"] == 6 * parameters
     plan = costs.Plan(llama.cfg, torch.float32, 1, 1, 64, optimizer="sgd")
     assert plan.moment_bytes == 6
     for param in held.sharded_params.values():
         seen = [(first, end) for name, first, end in updated if name == param.name]
-        firsts = list(range(0, param.count, param.count if place == "gpu" else 1000))
+        firsts = list(range(0, param.num_elements, param.num_elements if place == "gpu" else 1000))
         assert [first for first, _ in seen] == 2 * firsts
         assert seen[-1][1] == len(param.owned_param)

@@ -41,10 +41,10 @@ from test_all import CASES as ALL_CASES
 # words say what else happens:
 #     +save      after each step a checkpoint is saved from copies (--save-async)
 #     +graph     steps run as those that become a CUDA graph do, on a stream of their own
-#     +buffers   optimizer states have as many buffers to visit as they have parts
+#     +buffers   optimizer states have as many buffers as they have pieces
 CASES = """
 1 place=host micro=2 keep=mixed +save
-1 place=host +buffers                       # so few parts that no buffer is filled twice in a step
+1 place=host +buffers                       # so few pieces that no buffer is filled twice in a step
 1 open=1 +graph
 1 keep=neither model=deep                   # inputs are made again from every second layer's
 2 pp=2 micro=4 keep=swapped model=deep      # a pipeline that swaps
@@ -62,7 +62,7 @@ CASES = """
 4 sp=4 ring=2 groups=2                      # a ring between ranks that share heads
 4 sp=4 ring=4 p=2 g=2 os=4                  # sums of a ring that go on more than once
 """
-VISIT_BUFFERS = optim.VISIT_BUFFERS
+PIECE_BUFFERS = optim.PIECE_BUFFERS
 EXTRAS = {"+save", "+graph", "+buffers"}
 
 
@@ -81,6 +81,7 @@ NOT_JUDGED = {
     "measure.py": "it times kernels, and no case runs it",
     "ranks.py over.wait": "a thread of the host sleeps",
     "tensor.py self.barrier.wait": "threads of the host wait for each other",
+    "shard.py self.host_states.synchronize": "it calls HostStates.synchronize, which is judged",
     "attention.py torch.cuda.synchronize": "GPUs map each other's memory; a CPU has none",
     "pipeline.py torch.cuda.synchronize": "it separates two communicators of NCCL, and no accesses",
 }
@@ -147,7 +148,7 @@ def test_checker_finds_what_is_wrong():
 
 def record(case: dict, extras: set[str], groups: dict, folder: Path) -> happens_before.Recorder:
     """Run a case on this rank, and record it."""
-    optim.VISIT_BUFFERS = 1000 if "+buffers" in extras else VISIT_BUFFERS
+    optim.PIECE_BUFFERS = 1000 if "+buffers" in extras else PIECE_BUFFERS
     recorder = happens_before.Recorder()
     with recorder:
         run, model, states = make_run(case, groups, happens_before.PretendedStream)
