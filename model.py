@@ -63,7 +63,7 @@ ops.CustomGradient is what autograd calls:
     forward    offload.ChunkedLayers.forward              pre by chunks, attention, post by chunks;
                                                           `offload` then launches the copy of a
                                                           swapped layer to the host
-    backward   offload.ChunkedLayers.backward             enter_group launches the next prefetch,
+    backward   offload.ChunkedLayers.backward             load_group launches the next prefetch,
                                                           and waits for this layer's; pre runs
                                                           again on chunks that were not saved
                  attention.Attention.backward             calls backward_post first (make_dout): post
