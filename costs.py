@@ -382,11 +382,11 @@ def column_bytes(plan: Plan) -> LayerBytes:
     """
     cfg, e, tokens = plan.local_model, plan.dtype.itemsize, plan.tokens
     q, kv = plan.widths
-    pre, post, *_ = trace_block(cfg, tokens, plan.dtype)
+    trace = trace_block(cfg, tokens, plan.dtype)
 
     x = tokens * cfg.dim * e
     attn = tokens * (q * e + cfg.heads * plan.accum_bytes)
-    others = tokens * (q + kv) * e + sum(t.nbytes for t in pre + post)
+    others = tokens * (q + kv) * e + sum(t.nbytes for t in trace.pre + trace.post)
 
     if plan.tp_mode == "fsp":
         on_other_ranks = x - x / plan.tp  # of x, and as many of h

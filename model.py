@@ -75,7 +75,7 @@ layer is one ops.CustomGradient for autograd:
     forward    offload.ChunkedLayers.forward          pre in chunks, attention, post in chunks;
                                                       then `offload` launches the copy of a
                                                       swapped layer to the host
-    backward   offload.ChunkedLayers.backward         enter_group launches the next prefetch and
+    backward   offload.ChunkedLayers.backward         load_group launches the next prefetch, and
                                                       waits for this layer's; pre runs again on
                                                       the chunks that were not saved
                  attention.Attention.backward         first calls backward_post (as make_dout),

@@ -1,49 +1,66 @@
-"""What does a layer keep for its backward? Tokens that stay, are swapped, or are recomputed.
+"""Token-wise swapping and recomputation of activations (Memo, arXiv 2407.12117, section 4.1).
 
-A layer is token-wise but for attention, so block.pre and block.post run in chunks of tokens. What
-autograd saves of a chunk beside the layer's input x and attention output o, its *intermediates*
-(q, k, v; of model.Block also the residual stream after attention, and gate|up), is treated in one
-of three ways:
+A transformer layer works on each token separately, except for attention. So the two token-wise
+halves of a layer, block.pre and block.post, run in chunks of tokens:
 
-    keep        it stays on the GPU                       the last k layers, as far as it has room
-    swap        it goes to pinned host memory and back    the other layers, a fraction alpha
-    recompute   pre and post run again on the chunk, from x and o
+    x -- pre --> q, k, v -- attention --> o, lse        x, o -- post --> y
+      chunk by chunk      all tokens at once              chunk by chunk
 
-x, o and the log-sum-exp come back, from the GPU in the last k layers, from the host in the
-others, so attention runs once (Memo, arXiv 2407.12117, section 4.1). Where even these do not fit,
+Memo calls the tensors that a layer's backward needs its *skeletal activations*. They are the input
+x, attention's output o with its log-sum-exp lse, and S_others: q, k, v, the residual stream after
+attention, gate|up and a few numbers per token. All other tensors are *transient activations*, which
+live only inside a pass. x, o and lse are not recomputed, so attention runs once. (It is over 90 %
+of the FLOPs at a million tokens.) S_others is treated chunk by chunk, in one of three ways:
 
-    drop x    of all but every m-th layer, and all intermediates: backward makes the inputs of a
-              group of m layers again, each from the layer before it, x' = post(x, o), which is
-              token-wise work alone
-    drop o    of the first X layers, whose attention runs twice: the last resort
+    keep        it stays on the GPU
+    swap        it is copied to pinned host memory, and prefetched for backward
+    recompute   it is dropped, and backward runs pre and post again on the chunk, from x and o
 
-Two rounding buffers receive what is prefetched, a group of layers each (m = 1: a layer): group g
-uses buffer g mod 2, which may be overwritten once compute is done with group g + 2. A host buffer
-is written again by a later forward alone, which is behind compute's wait for the last prefetch (if
-a backward was given up, behind nothing: nobody reads what it gets).
+    layers         x, o, lse          S_others
+    first n - k    are swapped        a fraction alpha of chunks is swapped, the rest recomputed
+    last k         stay on the GPU    as many chunks as fit are kept, the rest recomputed
 
-    forward   compute  | layer i        | layer i+1      | layer i+2        frees what layer i had
-              offload  |                | i -> host      | i+1 -> host
-    backward  compute  | layer i+2      | layer i+1      | layer i
-              prefetch | i+1 -> buffer  | i -> buffer    | i-1 -> buffer    when i+1 is done with it
+Example (measured): 7B, 256K tokens on four H200s. Each GPU has 64K tokens, in four chunks per
+layer. In a layer x takes 0.5 GiB per GPU, o and lse 0.5 GiB, S_others 4.7 GiB. The last 14 layers
+(k = 14) keep everything, 80 GiB. The first 18 layers swap everything (alpha = 1) to 102.5 GiB of
+host memory. Nothing is recomputed. planner.py chooses these numbers (`ActivationPlan`).
 
-    copy            launched in            hidden under              waited for in
-    to the host     offload, at the end    the next layer's          free_offloaded, before the
-                    of its forward         forward                   forward of layer i + 2
-    to a buffer     prefetch: enter_group  the backward of group     enter_group of its own group,
-                    of group g + 1; of     g + 1, or of the          before its backward
-                    the last two, as       resident layers
-                    backward begins
+If even x and o of all layers do not fit, some of them are dropped, too:
 
-Nothing here knows what a block computes: saved_tensors_hooks give each tensor that autograd saves
-its place (SavedLayer; a tensor that two operators save has two), so whoever changes model.Block
-changes it there alone. planner.py decides how much is kept and swapped (ActivationPlan).
+    drop x    Only every m-th layer keeps its x, and no layer keeps or swaps S_others. The m layers
+              from one x to the next are a *group*. Backward recomputes the other inputs of a group,
+              each from the layer before it: x' = post(x, o), without attention.
+    drop o    The first X layers drop o and lse, and run attention twice. This is the last resort.
+
+Copies to and from the host run on two streams of their own. Backward reads what was swapped from
+two *rounding buffers* on the GPU, each with room for one group of layers. Group g uses buffer
+g mod 2. (Memo uses these buffers in forward, too. Here forward allocates tensors as usual, and
+frees them when they are on the host.) With m = 1, where a group is one layer:
+
+    forward   compute   | layer i       | layer i+1     | layer i+2      whose start frees layer i
+              offload   |               | i -> host     | i+1 -> host
+    backward  compute   | layer i+2     | layer i+1     | layer i
+              prefetch  | i+1 -> buffer | i -> buffer   | i-1 -> buffer  which i+1 has left
+
+    copy        launched by                  hidden by                 compute waits in
+    offload     `offload`, at the end of     the forward of            `free_offloaded`, before the
+    of layer i  layer i's forward            layer i + 1               forward of layer i + 2
+    prefetch    `load_group` of group g + 1  the backward of group     `load_group` of group g,
+    of group g  (the last two groups: when   g + 1, or of the          before its backward
+                backward begins)             resident layers
+
+Nothing in this file knows what a block computes: hooks of autograd find the tensors that it saves
+(`SavedLayer.saving`). So if you change a layer, model.Block is all that you edit.
+
+    ChunkedLayers(model, (B, T), plan, chunk_tokens, device, dtype)    # sets model.layer_runner
+    model(tokens, labels).backward()                                   # runs in chunks
 
 Left out: swapping to disk, and layers of different shapes.
 
-Legend: B sequences, T tokens of one on a rank, N = B*T, n layers (in a shape: tokens of a chunk), k
-resident layers, m layers a group (`stride`), g a group of layers, c chunks of a layer, C width, H
-query heads, K key/value heads, D head width; i a layer, j a chunk of it, *saved*: kept or swapped.
+Legend: B sequences, T tokens of one sequence on a rank, N = B*T; C width, H query heads, K
+key/value heads, D head width; n layers (in a shape: tokens of a chunk), k resident layers, m layers
+per group, X layers that drop o; i a layer, j a chunk of it, g a group. A chunk is *saved* if it is
+kept or swapped, so that it is not recomputed.
 """
 
 import contextlib
@@ -51,6 +68,7 @@ import functools
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -76,53 +94,66 @@ from streams import CommStream, aligned, buffer_bytes, carve, pin_host_buffers, 
 
 @dataclass(frozen=True)
 class ActivationPlan:
-    """How the chunks of all layers are treated."""
+    """How many chunks are kept and swapped, and which layers drop x or o.
+
+    Example: 4 layers of 4 chunks, resident=2, kept_chunks=5, swapped_chunks=5 (alpha = 5/8):
+
+        layer 0     x, o, lse swapped           2 chunks swapped, 2 recomputed
+        layer 1     x, o, lse swapped           3 chunks swapped, 1 recomputed
+        layer 2     x, o, lse on the GPU        1 chunk kept, 3 recomputed
+        layer 3     x, o, lse on the GPU        4 chunks kept
+    """
 
     layers: int  # n
-    chunks: int  # c of a layer
-    resident: int  # k: the last layers, which leave nothing on the host
-    kept_chunks: int = 0  # that stay, over all resident layers, from the last layer on
-    swapped_chunks: int = 0  # over all other layers, evenly
-    layers_recomputing_attention: int = 0  # X, the first ones: they drop o, lse
-    stride: int = 1  # m: every m-th layer keeps its input x; if not all do, no intermediates stay
+    chunks: int  # chunks per layer
+    resident: int  # k: the last k layers copy nothing to the host
+    kept_chunks: int = 0  # of all resident layers together; the last layers keep most
+    swapped_chunks: int = 0  # of all other layers together, spread evenly
+    layers_recomputing_attention: int = 0  # X: the first X layers drop o and lse
+    stride: int = 1  # m: layers 0, m, 2m, ... keep x. If m > 1, no chunk is kept or swapped
 
     @property
     def swapped_layers(self) -> int:
-        """Return how many layers go to the host, the first ones."""
+        """Return how many layers are swapped, n - k. They are the first ones."""
         return self.layers - self.resident
 
     @property
     def alpha(self) -> float:
-        """Return Memo's alpha: the swapped fraction of the intermediates of swapped layers."""
+        """Return Memo's alpha: the fraction of the swapped layers' S_others that is swapped."""
         chunks = self.chunks * max(1, self.swapped_layers)
         return self.swapped_chunks / chunks
 
     def num_saved_chunks(self, i: int) -> int:
-        """Return how many of layer i's chunks are not recomputed: the first ones."""
+        """Return how many chunks of layer i are kept or swapped. They are its first ones."""
         if i < self.swapped_layers:
-            before = i * self.swapped_chunks // self.swapped_layers
-            return (i + 1) * self.swapped_chunks // self.swapped_layers - before
-        behind = (self.layers - 1 - i) * self.chunks
-        return min(self.chunks, max(0, self.kept_chunks - behind))
+            in_earlier_layers = i * self.swapped_chunks // self.swapped_layers
+            up_to_this_layer = (i + 1) * self.swapped_chunks // self.swapped_layers
+            return up_to_this_layer - in_earlier_layers
+        in_later_layers = (self.layers - 1 - i) * self.chunks
+        return min(self.chunks, max(0, self.kept_chunks - in_later_layers))
 
-    def of_part(self, layers: int) -> "ActivationPlan":
-        """Return this plan for a part of a pipeline: of fewer layers, fewer groups leave."""
-        leaving = max(0, layers - self.resident) // self.stride * self.stride
-        swapped_chunks = self.swapped_chunks * leaving // max(1, self.swapped_layers)
+    def for_virtual_stage(self, layers: int) -> "ActivationPlan":
+        """Return this plan for a virtual stage of a pipeline, which may have fewer layers.
+
+        Its last k layers are resident, and more if a group would be cut. So fewer layers are
+        swapped, with the same alpha, rounded down to whole chunks.
+        """
+        swapped_layers = max(0, layers - self.resident) // self.stride * self.stride
+        swapped_chunks = self.swapped_chunks * swapped_layers // max(1, self.swapped_layers)
         return replace(
-            self, layers=layers, resident=layers - leaving, swapped_chunks=swapped_chunks
+            self, layers=layers, resident=layers - swapped_layers, swapped_chunks=swapped_chunks
         )
 
     def describe(self) -> str:
         chunks = self.chunks * max(1, self.resident)
         share = self.kept_chunks / chunks
         text = (
-            f"{self.resident} of {self.layers} layers resident, {share:.0%} of their "
-            f"intermediates kept; alpha {self.alpha:.3f} of the other layers; {self.chunks} "
-            "chunks a layer"
+            f"{self.resident} of {self.layers} layers are resident and keep {share:.0%} of their "
+            f"chunks; the other layers swap {self.alpha:.1%} of theirs (alpha {self.alpha:.3f}); "
+            f"{self.chunks} chunks per layer"
         )
         if self.stride > 1:
-            text += f"; one layer in {self.stride} keeps its input, the others' are made again"
+            text += f"; one layer in {self.stride} keeps its input, the other inputs are recomputed"
         if self.layers_recomputing_attention:
             text += f"; ATTENTION RUNS TWICE in {self.layers_recomputing_attention} layers"
         return text
@@ -131,102 +162,161 @@ class ActivationPlan:
 # ---------------------------------------------------------------------------- what a block saves
 
 
-def memory_of(t: Tensor) -> int:
-    """Return what two tensors have in common if they lie in the same memory."""
+def storage_id(t: Tensor) -> int:
+    """Return a number that is the same for all tensors that are views of the same memory."""
     return t.untyped_storage()._cdata
 
 
 def check_unchanged(half: str, tensors: Iterable[tuple[Tensor, int]]) -> None:
-    """Raise ValueError if a tensor was changed in place after its version was noted. tensors: pairs
-    of a tensor and the version that was noted.
+    """Raise ValueError if one of the tensors was changed in place.
 
-    PyTorch compares versions where autograd itself keeps a tensor. Chunks keep tensors elsewhere
-    (SavedLayer.saving), and other chunks and other passes read them again, so a change in place
-    would give a wrong gradient without a word."""
+    half: "pre" or "post". tensors: pairs of a tensor and its version number, which was noted before
+    the block ran.
+
+    PyTorch compares version numbers of the tensors that autograd itself keeps. A saved chunk keeps
+    its tensors elsewhere (`SavedLayer.saving`), and x and o are read again by other chunks and in
+    backward. So without this check, a change in place would silently give a wrong gradient.
+    """
     if any(t._version != version for t, version in tensors):
         raise ValueError(
-            f"block.{half} changes in place what it was given, or what backward needs (as `x += y` "
-            "does): layers in chunks would compute wrong gradients; write `x = x + y`"
+            f"block.{half} changes in place a tensor that it was given, or one that backward needs "
+            "(as `x += y` does). Layers that run in chunks would compute wrong gradients, so "
+            "write `x = x + y`"
         )
 
 
+class SavedView(NamedTuple):
+    """What autograd holds in place of a tensor: a view of SavedLayer.tensors[name]."""
+
+    name: str | int
+    shape: torch.Size
+    stride: tuple[int, ...]
+    offset: int  # in elements, from the first element of that tensor
+
+
 class SavedLayer:
-    """What a layer's backward finds: tensors, which may leave for the host and come back, and the
-    graphs of saved chunks, which find their tensors here."""
+    """Holds what the backward of one layer needs, from its forward on.
+
+    `tensors` has, by name:
+
+        "x", "o", "lse"     (1, N, C), (1, N, H, D) and attention's log-sum-exp, unless dropped
+        "q", "k", "v"       of saved chunks: (1, tokens of these chunks, heads, D)
+        1, 2, 3 ...         the other tensors that autograd saves of saved chunks
+
+    If the layer is swapped, these are first tensors on the GPU, then views of a host buffer
+    (free_offloaded), and in backward views of a rounding buffer (load_group).
+    """
 
     def __init__(self, block: llama.Block, positions: Positions, x: Tensor, num_saved: int = 0):
         self.block = block
         self.positions = positions
-        self.attention: Attention | None = None  # of this layer, set by its forward
-        self.num_saved = num_saved  # chunks that are not recomputed, the first ones
-        # x (1, N, C), o (1, N, H, D) and lse, if they are not dropped; q, k, v (1, tokens of saved
-        # chunks, heads, D); and by number what else saved chunks have
+        self.attention: Attention | None = None  # of this layer; its forward sets it
+        self.num_saved = num_saved  # saved chunks, the layer's first ones
         self.tensors: dict[str | int, Tensor] = {"x": x}
-        self.on_host: dict[str | int, Tensor] = {}  # their places in the host buffer
-        self.offload_done = None  # event: they are there
-        self.graphs: dict[tuple[str, int], Callable] = {}  # by half ("pre", "post") and chunk
-        # memory that needs no place of its own
-        self.held_anyway = {
-            memory_of(t) for t in (*positions, *block.parameters(), *block.buffers())
+        self.on_host: dict[str | int, Tensor] = {}  # where the tensors lie in the host buffer
+        self.offload_done = None  # event: they have arrived there
+        # by half ("pre", "post") and chunk: output gradients -> input gradients
+        self.backward_fns: dict[tuple[str, int], Callable] = {}
+        # tensors that lie in this memory stay where they are
+        self.never_swapped = {
+            storage_id(t) for t in (*positions, *block.parameters(), *block.buffers())
         }
 
     @contextlib.contextmanager
     def saving(self, half: str):
-        """Make the graph of a saved chunk inside: what autograd saves is a view of self.tensors.
-        Raises ValueError if `half` of the block, "pre" or "post", changes what is saved."""
-        layer = weakref.proxy(self)  # which holds the graph: a cycle through C++ is never collected
-        versions = []  # of what is saved, as it was then
+        """Let what autograd saves go to self.tensors, while a half of a saved chunk runs.
 
-        def pack(t: Tensor):
-            memory = memory_of(t)
-            if memory in layer.held_anyway:
+            forward     autograd saves t  --pack-->  SavedView(name, shape, stride, offset)
+
+                t                               name        stored in self.tensors
+                a view of x or of o             "x", "o"    nothing new
+                any other tensor                a number    t, or a copy of it
+                a parameter or a position       none: autograd keeps t itself
+
+            backward    SavedView  --unpack-->  that view of self.tensors[name], wherever these
+                                                tensors are by then
+
+        A tensor that two operators save is stored twice. half: "pre" or "post". Raises ValueError
+        if the block changes in place what was saved.
+        """
+        # autograd's graph holds `pack` and `unpack`, and this layer holds the graph. Such a cycle,
+        # through C++, is never collected, so the hooks must not hold the layer
+        layer = weakref.proxy(self)
+        versions = []  # of saved tensors: the tensor, and its version number at that moment
+
+        def pack(t: Tensor) -> Tensor | SavedView:
+            if storage_id(t) in layer.never_swapped:
                 return t
-            for name in ("x", "o"):
-                whole = layer.tensors.get(name)
-                if whole is not None and memory_of(whole) == memory and whole.dtype == t.dtype:
-                    versions.append((t.detach(), t._version))
-                    break
+            name = layer.name_of_input(t)
+            if name is None:
+                name, t = layer.store(t)
             else:
-                name = len(layer.tensors)
-                t = t.detach()  # without the graph that made it
-                # a part must not hold the whole's memory; what comes back is contiguous
-                if t.nbytes < t.untyped_storage().nbytes() or not t.is_contiguous():
-                    t = t.clone(memory_format=torch.contiguous_format)
-                versions.append((t, t._version))
-                whole = layer.tensors[name] = t
-            offset = t.storage_offset() - whole.storage_offset()
-            return name, t.shape, t.stride(), offset
+                t = t.detach()
+            versions.append((t, t._version))
+            offset = t.storage_offset() - layer.tensors[name].storage_offset()
+            return SavedView(name, t.shape, t.stride(), offset)
 
-        def unpack(place) -> Tensor:
-            if isinstance(place, Tensor):
-                return place
-            name, shape, stride, offset = place
-            whole = layer.tensors[name]
-            offset += whole.storage_offset()
-            return whole.as_strided(shape, stride, offset)
+        def unpack(saved: Tensor | SavedView) -> Tensor:
+            if isinstance(saved, Tensor):
+                return saved
+            stored = layer.tensors[saved.name]
+            offset = stored.storage_offset() + saved.offset
+            return stored.as_strided(saved.shape, saved.stride, offset)
 
         with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
             yield
         check_unchanged(half, versions)
-        versions.clear()  # the graph holds `pack`, and `pack` must not hold tensors that leave
+        versions.clear()  # `pack` lives as long as the graph, and must not hold tensors
+
+    def name_of_input(self, t: Tensor) -> str | None:
+        """Return "x" or "o" if t is a view of it in the same dtype, else None."""
+        for name in ("x", "o"):
+            whole = self.tensors.get(name)
+            if whole is None or whole.dtype != t.dtype:
+                continue
+            if storage_id(whole) == storage_id(t):
+                return name
+        return None
+
+    def store(self, t: Tensor) -> tuple[int, Tensor]:
+        """Store t in self.tensors, contiguous; return its number, and what is stored."""
+        t = t.detach()  # without the graph that computed it
+        # a copy if t is a part of a larger tensor, whose memory it would hold, or not contiguous: a
+        # tensor that is prefetched is contiguous, and strides must be the same then
+        is_part = t.nbytes < t.untyped_storage().nbytes()
+        if is_part or not t.is_contiguous():
+            t = t.clone(memory_format=torch.contiguous_format)
+        number = len(self.tensors)
+        self.tensors[number] = t
+        return number, t
+
+    def numbered_tensors(self) -> list[Tensor]:
+        """Return the tensors that `store` has stored."""
+        return [t for name, t in self.tensors.items() if isinstance(name, int)]
 
 
-# of block.pre, of block.post, a matrix's name, names of attributes
-Saves = tuple[list[Tensor], list[Tensor], str, list[str]]
+class BlockTrace(NamedTuple):
+    """What a block saves, and what it leaves behind, when a chunk runs through it."""
+
+    pre: list[Tensor]  # that autograd saves in block.pre, without views of x; on meta
+    post: list[Tensor]  # the same of block.post, without views of x and o
+    unread_product: str  # the Matrix whose product a recomputation may leave out; "": none
+    stray_tensors: list[str]  # the block's attributes that hold a tensor of this chunk
 
 
 def trace_block(
     cfg: ModelConfig, tokens: int, dtype: torch.dtype, block: llama.Block | None = None
-) -> Saves:
-    """Return what autograd saves of a chunk of so many tokens in block.pre and in block.post,
-    beside x, o, q, k, v: on meta, found by running model.Block there, without memory and in no
-    time. And which matrix's product ends block.post and is not needed to recompute it ("": none),
-    and which tensors the block then holds for others. block: one of its class runs, with as much of
-    each matrix."""
+) -> BlockTrace:
+    """Return what autograd saves of a chunk of `tokens` tokens, beside x, o, q, k and v.
+
+    A block runs on meta tensors, which have shapes but no data, so this takes neither memory nor
+    time. block: trace one of its class, and of each matrix the slice that it has (tensor
+    parallelism); None: trace a whole model.Block. Raises ValueError if the block needs data.
+    """
     if block is None:
-        return _block_saves(llama.Block, (), cfg, tokens, dtype)
-    cuts = tuple(matrix.tp_slice for matrix in matrices_of(block))
-    return _block_saves(type(block), cuts, cfg, tokens, dtype)
+        return _trace_block(llama.Block, (), cfg, tokens, dtype)
+    tp_slices = tuple(matrix.tp_slice for matrix in matrices_of(block))
+    return _trace_block(type(block), tp_slices, cfg, tokens, dtype)
 
 
 def matrices_of(block: torch.nn.Module) -> list[Matrix]:
@@ -234,27 +324,31 @@ def matrices_of(block: torch.nn.Module) -> list[Matrix]:
 
 
 @functools.cache
-def _block_saves(block_class, cuts, cfg, tokens, dtype) -> Saves:
+def _trace_block(block_class, tp_slices, cfg, tokens, dtype) -> BlockTrace:
     accum_dtype = accumulation_dtype(dtype)
     with torch.device("meta"), torch.utils._python_dispatch._disable_current_modes():
         block = block_class(cfg)
-        for matrix, part in zip(matrices_of(block), cuts):
-            if part is not None:
-                matrix.keep_slice(part)
+        for matrix, tp_slice in zip(matrices_of(block), tp_slices):
+            if tp_slice is not None:
+                matrix.keep_slice(tp_slice)
         for p in block.parameters():
-            p.data = p.data.to(dtype if p.dim() > 1 else accum_dtype)
-        angles = torch.empty(2, tokens, cfg.head_dim // 2, dtype=accum_dtype).unbind()
-        numbers = torch.empty(2, tokens, dtype=torch.int64).unbind()
-        positions = Positions(*angles, *numbers)
+            is_matrix = p.dim() > 1
+            p.data = p.data.to(dtype if is_matrix else accum_dtype)
+
+        cos, sin = torch.empty(2, tokens, cfg.head_dim // 2, dtype=accum_dtype).unbind()
+        of_qkv, of_x = torch.empty(2, tokens, dtype=torch.int64).unbind()
+        positions = Positions(cos, sin, of_qkv, of_x)
         x = torch.empty(1, tokens, cfg.dim, dtype=dtype)
+        root = torch.zeros((), requires_grad=True)  # so that autograd makes a graph
+
         saved = SavedLayer(block, positions, x)
-        root = torch.zeros((), requires_grad=True)
         with saved.saving("pre"), torch.enable_grad():
             version = x._version
             inputs = _ChunkInputs.apply(root, [], x)
             q, _, _ = block.pre(*inputs, positions)
             check_unchanged("pre", [(x, version)])
-            _, *pre = saved.tensors.values()
+            pre = saved.numbered_tensors()
+
         o = torch.empty_like(q)
         saved.tensors = {"x": x, "o": o}
         with saved.saving("post"), torch.enable_grad():
@@ -264,49 +358,55 @@ def _block_saves(block_class, cuts, cfg, tokens, dtype) -> Saves:
                 y = block.post(*inputs, positions)
             except RuntimeError as e:
                 raise ValueError(
-                    f"a layer runs without data, so that its shapes are known: {e}; "
-                    "experts take all tokens, masked"
+                    "block.post must run on tensors without data, so that its shapes are known, "
+                    f"but it raised: {e}. If it has experts, they take all tokens, masked"
                 ) from e
             check_unchanged("post", versions)
-            final = unread_product(y)
-            _, _, *post = saved.tensors.values()
+            unread = unread_product(y)
+            post = saved.numbered_tensors()
+
     names = {module: name for name, module in block.named_modules()}
-    held = [
-        name
-        for module in block.modules()
-        for name, value in (vars(module) | vars(type(module))).items()
-        if isinstance(value, Tensor)
-    ]
-    return pre, post, names.get(final, ""), held
+    stray_tensors = []
+    for module in block.modules():
+        attributes = vars(module) | vars(type(module))  # parameters and buffers are not among them
+        stray_tensors += [name for name, value in attributes.items() if isinstance(value, Tensor)]
+    return BlockTrace(pre, post, names.get(unread, ""), stray_tensors)
 
 
 # ---------------------------------------------------------------------------- the layers
-# Tokens are (1, N, ...) here: a chunk of them is contiguous, whatever B is.
+# Tokens are (1, N, ...) here, a *row*: so a chunk of tokens is contiguous, for any batch size B.
 
 
 @dataclass(eq=False)
 class MicroBatch:
-    """One micro-batch's way through the layers, forward and back. Several may be in flight, if
-    ChunkedLayers has host buffers for so many."""
+    """Holds what one micro-batch needs, from its forward to the end of its backward.
+
+    Several micro-batches may be between forward and backward at a time, as many as ChunkedLayers
+    has sets of host buffers. A forward or a backward may also be given up (out of memory, say).
+    Then the micro-batch is garbage, and the next one gets its host buffers. A prefetch that was
+    launched may still read them while the next forward writes there, but nobody uses what it reads.
+    """
 
     positions: Positions  # of N tokens
     attention: Attention
     needs_backward: bool
-    host_buffers: list[Tensor] = field(default_factory=list)  # by layer that swaps
-    give_back: Callable | None = None  # lets another micro-batch have them
-    last: int = 0  # memory of what the last layer has made
-    # by layer, from its forward to its backward
-    saved: dict[int, SavedLayer] = field(default_factory=dict)
-    # by group: event, it is in its rounding buffer, and its host buffers were read
+    host_buffers: list[Tensor] = field(default_factory=list)  # by swapped layer
+    release_host_buffers: Callable | None = None  # gives them to the next micro-batch
+    last_output: int = 0  # storage_id of the output of the last layer that has run
+    saved: dict[int, SavedLayer] = field(default_factory=dict)  # by layer
+    # by group, an event: the group is in its rounding buffer, so its host buffers have been read
     prefetch_done: dict[int, object] = field(default_factory=dict)
 
 
 class ChunkedLayers:
-    """Runs a model's layers in chunks of tokens, as `plan` says: its layer_runner.
+    """Runs a model's layers in chunks of tokens, as an ActivationPlan says.
 
-    shape: (B, T) on this rank; chunk_tokens: the most of a chunk. in_flight: micro-batches whose
-    backward is due at the same time; each has host buffers of its own. layers: of the model, all by
-    default. model.attention: an attention.Attention. Raises MemoryError if there is no host memory.
+    It becomes the model's layer_runner. shape: (B, T) on this rank. chunk_tokens: tokens per chunk;
+    the last chunk may have fewer. in_flight: the most micro-batches that are between forward and
+    backward at a time; each needs host buffers of its own. layers: the model's layers that run here
+    (a virtual stage of a pipeline); None: all. model.attention must be an attention.Attention.
+    Raises MemoryError if the host has too little memory, and ValueError for a block that would
+    train wrong in chunks.
     """
 
     def __init__(
@@ -321,124 +421,161 @@ class ChunkedLayers:
         layers: range | None = None,
     ):
         layers = range(len(model.blocks)) if layers is None else layers
-        self.first = layers.start
+        self.first = layers.start  # everywhere else, layer 0 is the first that runs here
         self.blocks = model.blocks[layers.start : layers.stop]
         self.cfg = model.cfg
         self.plan = plan
         self.dtype = dtype
         self.batch_size, seq = shape
-        self.tokens = self.batch_size * seq
+        self.tokens = self.batch_size * seq  # N
         self.chunk_tokens = chunk_tokens
         self.chunks = [
             slice(first, min(first + chunk_tokens, self.tokens))
             for first in range(0, self.tokens, chunk_tokens)
         ]
-        counts = len(self.chunks), len(self.blocks)
-        assert counts == (plan.chunks, plan.layers), f"{counts} chunks and layers, planned {plan}"
-        assert plan.resident >= min(2, plan.layers), "layer i is freed in layer i + 2's forward"
-        assert plan.swapped_layers % plan.stride == 0, f"whole groups are swapped, planned {plan}"
-        intermediates = plan.kept_chunks + plan.swapped_chunks
-        assert plan.stride == 1 or not intermediates, "what needs x is made again with it"
+        self.check_plan()
+
         self.root = torch.zeros((), device=device, requires_grad=True)  # of all chunks' graphs
         self.offload_stream = CommStream(device)
         self.prefetch_stream = CommStream(device)
-        self.unread_product = {}
+
+        self.unread_product = {}  # by block: BlockTrace.unread_product
         for block in self.blocks:
-            *_, self.unread_product[block], held = trace_block(self.cfg, 1, dtype, block)
-            if held:
+            trace = trace_block(self.cfg, 1, dtype, block)
+            self.unread_product[block] = trace.unread_product
+            if trace.stray_tensors:
                 raise ValueError(
-                    "layers in chunks run for some tokens at a time, and again: what "
-                    f"a block holds for others ({', '.join(held)}) is lost; "
-                    "--recompute none"
+                    f"block.pre or block.post stores tensors in attributes of the block "
+                    f"({', '.join(trace.stray_tensors)}). Layers that run in chunks see some "
+                    "tokens at a time, and run again in backward, so such a tensor would be wrong "
+                    "for whoever reads it: use --recompute none"
                 )
-        sizes = [self.host_bytes(i) for i in range(plan.swapped_layers)]
-        pinned = iter(pin_host_buffers(in_flight * sizes, device.type == "cuda"))
+
         self.in_flight = in_flight
-        self.free_buffers = [[next(pinned) for _ in sizes] for _ in range(in_flight)]
-        by_group = [
-            sizes[first : first + plan.stride] for first in range(0, len(sizes), plan.stride)
-        ]
-        largest = max(map(sum, by_group), default=0)
-        rounding_buffers = [
-            torch.empty(largest, dtype=torch.uint8, device=device) for _ in by_group[:2]
-        ]
-        self.groups = []  # each a list of (layer that swaps, its place in a rounding buffer)
-        for g, of_group in enumerate(by_group):
-            buffer = rounding_buffers[g % 2][: sum(of_group)]
-            places = buffer.split(of_group)
-            self.groups.append(list(enumerate(places, g * plan.stride)))
+        self.allocate_buffers(device)
         model.layer_runner = self.start
 
+    def check_plan(self) -> None:
+        """Assert that the plan is for these layers and chunks, and can be carried out."""
+        plan = self.plan
+        assert len(self.blocks) == plan.layers, (
+            f"there are {len(self.blocks)} layers, but the plan is for {plan.layers}: {plan}"
+        )
+        assert len(self.chunks) == plan.chunks, (
+            f"{self.tokens} tokens make {len(self.chunks)} chunks of {self.chunk_tokens}, but the "
+            f"plan has {plan.chunks}: {plan}"
+        )
+        assert plan.resident >= min(2, plan.layers), (
+            "the last two layers must be resident, because a swapped layer is freed when the "
+            f"second layer after it begins: {plan}"
+        )
+        assert plan.swapped_layers % plan.stride == 0, (
+            f"the swapped layers must be whole groups of {plan.stride}: {plan}"
+        )
+        saved_chunks = plan.kept_chunks + plan.swapped_chunks
+        assert plan.stride == 1 or saved_chunks == 0, (
+            f"if layers drop x, all chunks are recomputed, and none is kept or swapped: {plan}"
+        )
+
+    def allocate_buffers(self, device: torch.device) -> None:
+        """Allocate `in_flight` sets of host buffers, and the two rounding buffers."""
+        plan = self.plan
+        sizes = [self.host_bytes(i) for i in range(plan.swapped_layers)]
+        pinned = iter(pin_host_buffers(self.in_flight * sizes, device.type == "cuda"))
+        # per set: one buffer per swapped layer
+        self.free_host_buffers = [[next(pinned) for _ in sizes] for _ in range(self.in_flight)]
+
+        groups = [
+            range(first, first + plan.stride)
+            for first in range(0, plan.swapped_layers, plan.stride)
+        ]
+        group_sizes = [[sizes[i] for i in group] for group in groups]
+        largest = max(map(sum, group_sizes), default=0)
+        rounding_buffers = [
+            torch.empty(largest, dtype=torch.uint8, device=device) for _ in group_sizes[:2]
+        ]
+        self.groups = []  # by group: pairs of a swapped layer, and its bytes of a rounding buffer
+        for g, group in enumerate(groups):
+            used = rounding_buffers[g % 2][: sum(group_sizes[g])]
+            self.groups.append(list(zip(group, used.split(group_sizes[g]))))
+
     def saved_tokens(self, i: int) -> int:
+        """Return how many tokens the saved chunks of layer i have."""
         return min(self.tokens, self.plan.num_saved_chunks(i) * self.chunk_tokens)
 
     def host_bytes(self, i: int) -> int:
-        """Return the bytes of the host buffer of a swapped layer."""
+        """Return the bytes of swapped layer i's host buffer: of all that SavedLayer.tensors has."""
         cfg = self.cfg
         block = self.blocks[i]
+        q_heads, *_ = block.heads
         element = self.dtype.itemsize
-        width = cfg.head_dim * element
-        saved_tokens = self.saved_tokens(i)
-        sizes = [saved_tokens * heads * width for heads in block.heads]
+        head = cfg.head_dim * element  # bytes of one head of one token
+
+        sizes = [self.saved_tokens(i) * heads * head for heads in block.heads]  # q, k, v
         if i % self.plan.stride == 0:
-            sizes.append(self.tokens * cfg.dim * element)
+            sizes.append(self.tokens * cfg.dim * element)  # x
         if i >= self.plan.layers_recomputing_attention:
-            rows = self.tokens * block.heads[0]
-            sizes.append(rows * width)
-            sizes.append(rows * accumulation_dtype(self.dtype).itemsize)
+            sizes.append(self.tokens * q_heads * head)  # o
+            sizes.append(self.tokens * q_heads * accumulation_dtype(self.dtype).itemsize)  # lse
         for chunk in self.chunks[: self.plan.num_saved_chunks(i)]:
-            tokens = chunk.stop - chunk.start
-            pre, post, *_ = trace_block(cfg, tokens, self.dtype, block)
-            sizes += [t.nbytes for t in pre + post]
+            trace = trace_block(cfg, chunk.stop - chunk.start, self.dtype, block)
+            sizes += [t.nbytes for t in trace.pre + trace.post]
         return sum(map(aligned, sizes))
 
     def start(
         self, model: LLaMA, positions: Positions, attention: Attention
     ) -> Callable[[int, Tensor], Tensor]:
-        """Begin a forward pass. Returns run_layer(i, x), layer i of the model: x (B, T, C) -> y (B,
-        T, C). Raises RuntimeError if all host buffers belong to passes that wait for their
-        backward."""
+        """Begin the forward pass of a micro-batch; return the function that runs one layer.
 
-        def of_all_tokens(t: Tensor, *width: int) -> Tensor:  # (T, ...), or (B, T, ...)
+        run_layer(i, x) runs layer i of the model: x (B, T, C) -> y (B, T, C). Raises RuntimeError
+        if all host buffers belong to micro-batches that wait for their backward.
+        """
+
+        def for_all_tokens(t: Tensor, *width: int) -> Tensor:
+            """(T, *width), or (B, T, *width) -> (N, *width)"""
             return t.expand(self.batch_size, self.tokens // self.batch_size, *width).flatten(0, 1)
 
         cos, sin, *numbers = positions
-        angles = [of_all_tokens(t, t.shape[-1]) for t in (cos, sin)]
-        positions = Positions(*angles, *map(of_all_tokens, numbers))  # of N tokens
+        angles = [for_all_tokens(t, t.shape[-1]) for t in (cos, sin)]
+        positions = Positions(*angles, *map(for_all_tokens, numbers))
         micro_batch = MicroBatch(positions, attention, torch.is_grad_enabled())
+
         if micro_batch.needs_backward and self.groups:
-            if not self.free_buffers:
+            if not self.free_host_buffers:
                 raise RuntimeError(
-                    f"{self.in_flight} forward passes wait for their backward, and there are host "
-                    f"buffers for in_flight={self.in_flight}: run a backward first"
+                    f"{self.in_flight} forward passes already wait for their backward, and there "
+                    f"are host buffers for no more (in_flight={self.in_flight}): run a backward "
+                    "before the next forward"
                 )
-            micro_batch.host_buffers = self.free_buffers.pop()
-            # once: when its backward has read them, or when it is gone without one
-            micro_batch.give_back = weakref.finalize(
-                micro_batch, self.free_buffers.append, micro_batch.host_buffers
+            micro_batch.host_buffers = self.free_host_buffers.pop()
+            # runs once: when backward calls it, or when the micro-batch is garbage
+            micro_batch.release_host_buffers = weakref.finalize(
+                micro_batch, self.free_host_buffers.append, micro_batch.host_buffers
             )
 
         def run_layer(i: int, x: Tensor) -> Tensor:
-            there = functools.partial(self.forward, micro_batch, i - self.first)
-            back = functools.partial(self.backward, micro_batch, i - self.first)
-            return CustomGradient.apply(x, there, back, self.root)
+            forward_fn = functools.partial(self.forward, micro_batch, i - self.first)
+            backward_fn = functools.partial(self.backward, micro_batch, i - self.first)
+            return CustomGradient.apply(x, forward_fn, backward_fn, self.root)
 
         return run_layer
 
     # -- shapes
 
-    def split(self, t: Tensor) -> Tensor:
+    def to_batch(self, t: Tensor) -> Tensor:
         """(1, N, ...) -> (B, T, ...)"""
         return t.unflatten(1, (self.batch_size, -1))[0]
 
     @staticmethod
-    def join(t: Tensor) -> Tensor:
-        """(B, T, ...) -> (1, N, ...), contiguous, as it comes back from the host."""
+    def to_row(t: Tensor) -> Tensor:
+        """(B, T, ...) -> (1, N, ...), contiguous, as a tensor that is prefetched will be."""
         return t.flatten(0, 1)[None].contiguous()
 
-    def put(self, whole: Tensor | None, chunk: slice, part: Tensor) -> Tensor:
-        """Copy a chunk's part (1, n, ...) into the tensor of all tokens, which the first part
-        makes. A part of all tokens is the whole."""
+    def write_chunk(self, whole: Tensor | None, chunk: slice, part: Tensor) -> Tensor:
+        """Copy a chunk's part (1, n, ...) into whole (1, N, ...), and return whole.
+
+        whole=None: allocate it. A part that has all tokens is returned as it is, without a copy.
+        """
         if part.shape[1] == self.tokens:
             return part
         if whole is None:
@@ -449,47 +586,57 @@ class ChunkedLayers:
     # -- one layer
 
     def forward(self, micro_batch: MicroBatch, i: int, x: Tensor) -> Tensor:
-        """x (B, T, C) -> y (B, T, C)."""
+        """Run layer i, and keep what its backward needs: x (B, T, C) -> y (B, T, C)."""
         plan = self.plan
         num_saved = 0
         if micro_batch.needs_backward:
             num_saved = plan.num_saved_chunks(i)
             self.free_offloaded(micro_batch, i - 2)
-        shape = x.shape
-        if i % plan.stride and memory_of(x) != micro_batch.last:
-            i += self.first
+        drops_x = i % plan.stride != 0
+        if drops_x and storage_id(x) != micro_batch.last_output:
+            layer = self.first + i
             raise ValueError(
-                f"layer {i} takes something else than what layer {i - 1} has made, "
-                "which makes it again: let the block change it"
+                f"layer {layer} does not take the very tensor that layer {layer - 1} returned. "
+                f"Backward runs layer {layer - 1} again to recompute this input, and would miss "
+                "what was done between the two layers: do it inside the block"
             )
-        x = self.join(x.detach())
+
+        shape = x.shape
+        x = self.to_row(x.detach())
         saved = SavedLayer(self.blocks[i], micro_batch.positions, x, num_saved)
         saved.attention = micro_batch.attention.of_layer(self.first + i)
-        qkv = self.project(saved)
-        self.attend(saved, qkv)
-        y = self.output(saved)
+        qkv = self.run_pre(saved)
+        self.run_attention(saved, qkv)
+        y = self.run_post(saved)
+
         if micro_batch.needs_backward:
-            tokens = self.saved_tokens(i)
-            if tokens < self.tokens:  # a part alone must not hold the memory of the whole
-                qkv = [t[:, :tokens].clone() for t in qkv]
+            saved_tokens = self.saved_tokens(i)
+            if saved_tokens < self.tokens:  # copies, because views would hold the whole memory
+                qkv = [t[:, :saved_tokens].clone() for t in qkv]
             saved.tensors |= zip("qkv", qkv)
-            if i % plan.stride:
+            if drops_x:
                 del saved.tensors["x"]
             if i < plan.layers_recomputing_attention:
                 del saved.tensors["o"], saved.tensors["lse"]
             micro_batch.saved[i] = saved
             if i < plan.swapped_layers:
                 self.offload(micro_batch, i)
-        micro_batch.last = memory_of(y)
+        micro_batch.last_output = storage_id(y)
         return y.view(shape)
 
-    def run(self, saved: SavedLayer, half: str, j: int, again: bool = False) -> Iterable[Tensor]:
-        """Return what a half of a layer makes of chunk j: block.pre of x, or block.post of x and o.
-        The graph of a saved chunk, and of one that runs `again` in backward, goes to
-        saved.graphs."""
+    def run_half(
+        self, saved: SavedLayer, half: str, j: int, for_backward: bool = False
+    ) -> Iterable[Tensor]:
+        """Run a half of a layer on chunk j, and return its outputs.
+
+            half = "pre"    block.pre(x)        -> q, k, v (1, n, heads, D)
+            half = "post"   block.post(x, o)    -> y (1, n, C), in a tuple
+
+        for_backward: backward recomputes the chunk. Then, and in the forward of a saved chunk, the
+        half runs with a graph, whose backward goes to saved.backward_fns. Else nothing is saved.
+        """
         chunk = self.chunks[j]
         block = saved.block
-
         positions = Positions(*(t[chunk] for t in saved.positions))
 
         def pre(x):
@@ -498,138 +645,171 @@ class ChunkedLayers:
         def post(x, o):
             return (block.post(x, o, positions),)
 
-        fn, names = {"pre": (pre, "x"), "post": (post, "xo")}[half]
-        inputs = [saved.tensors[name][:, chunk] for name in names]
+        if half == "pre":
+            fn = pre
+            inputs = [saved.tensors["x"][:, chunk]]
+        else:
+            fn = post
+            inputs = [saved.tensors["x"][:, chunk], saved.tensors["o"][:, chunk]]
         versions = [(t, t._version) for t in inputs]
-        if again:
+
+        backward_fn = None
+        if for_backward:
+            # "" is the block itself, which is no matrix: then no product is left out
             unread = block.get_submodule(self.unread_product[block])
-            context = recomputation(unread)
+            with recomputation(unread):
+                backward_fn, outputs = run_detached(self.root, fn, *inputs)
         elif j < saved.num_saved:
-            context = saved.saving(half)
+            with saved.saving(half):
+                backward_fn, outputs = run_detached(self.root, fn, *inputs)
         else:
             outputs = fn(*inputs)
-            check_unchanged(half, versions)
-            return outputs
-        with context:
-            graph, outputs = run_detached(self.root, fn, *inputs)
         check_unchanged(half, versions)
-        saved.graphs[half, j] = graph
+        if backward_fn is not None:
+            saved.backward_fns[half, j] = backward_fn
         return outputs
 
-    def project(self, saved: SavedLayer, again: bool = False) -> list[Tensor]:
-        """Return q, k, v (1, N, heads, D) of the layer's input. again: in backward, where saved
-        chunks have theirs, and the graphs of others wait for the gradients."""
-        qkv = 3 * [None]
+    def run_pre(self, saved: SavedLayer, for_backward: bool = False) -> list[Tensor]:
+        """Return q, k, v (1, N, heads, D) of all tokens.
+
+        for_backward: only chunks that were not saved run again. The saved ones have theirs.
+        """
+        qkv = [None, None, None]
         first = 0
-        if again and saved.num_saved:
+        if for_backward and saved.num_saved:
             first = saved.num_saved
-            parts = [saved.tensors[name] for name in "qkv"]
-            qkv = [self.put(None, slice(t.shape[1]), t) for t in parts]
+            of_saved_chunks = [saved.tensors[name] for name in "qkv"]
+            qkv = [self.write_chunk(None, slice(t.shape[1]), t) for t in of_saved_chunks]
         for j in range(first, len(self.chunks)):
             chunk = self.chunks[j]
-            parts = self.run(saved, "pre", j, again)
-            qkv = [self.put(whole, chunk, t) for whole, t in zip(qkv, parts)]
-            del parts  # before the next chunk's are made
+            parts = self.run_half(saved, "pre", j, for_backward)
+            qkv = [self.write_chunk(whole, chunk, part) for whole, part in zip(qkv, parts)]
+            del parts  # before the next chunk's are allocated
         return qkv
 
-    def attend(self, saved: SavedLayer, qkv: list[Tensor]) -> None:
-        """Set o (1, N, H, D) and the log-sum-exp."""
-        o, lse = saved.attention.forward(*map(self.split, qkv))
-        saved.tensors |= {"o": self.join(o), "lse": lse}
+    def run_attention(self, saved: SavedLayer, qkv: list[Tensor]) -> None:
+        """Compute o (1, N, H, D) and the log-sum-exp, and put them into saved.tensors."""
+        o, lse = saved.attention.forward(*map(self.to_batch, qkv))
+        saved.tensors |= {"o": self.to_row(o), "lse": lse}
 
-    def output(self, saved: SavedLayer) -> Tensor:
-        """Return y (1, N, C) of the layer's input and o."""
+    def run_post(self, saved: SavedLayer) -> Tensor:
+        """Return the layer's output y (1, N, C)."""
         y = None
         for j, chunk in enumerate(self.chunks):
-            y = self.put(y, chunk, *self.run(saved, "post", j))
+            (part,) = self.run_half(saved, "post", j)
+            y = self.write_chunk(y, chunk, part)
+            del part  # before the next chunk's is allocated
         return y
 
     def backward(self, micro_batch: MicroBatch, i: int, dy: Tensor) -> Tensor:
-        """dy (B, T, C) -> dx (B, T, C); the weights' gradients go where their events say."""
-        behind = i + 1
-        if behind == self.plan.layers or behind % self.plan.stride == 0:  # i is its group's last
-            self.enter_group(micro_batch, i)
+        """Run the backward of layer i: dy (B, T, C) -> dx (B, T, C).
+
+        The weights' gradients go where the events of their matrices say.
+        """
+        next_layer = i + 1
+        ends_group = next_layer == self.plan.layers or next_layer % self.plan.stride == 0
+        if ends_group:  # backward comes to a group at its last layer
+            self.load_group(micro_batch, i // self.plan.stride)
+            self.recompute_inputs(micro_batch, i)
+
         saved = micro_batch.saved.pop(i)
-        qkv = self.project(saved, again=True)
+        qkv = self.run_pre(saved, for_backward=True)
         if "o" not in saved.tensors:
-            self.attend(saved, qkv)
-        residual = []  # gradients of x that do not come by way of attention (1, n, C), by chunk
+            self.run_attention(saved, qkv)
+
+        # x gets a gradient from post (the residual path) and one from pre, by way of attention
+        dx_of_post = []  # by chunk, (1, n, C); backward_post fills it
+
+        def make_dout():
+            return self.backward_post(saved, self.to_row(dy), dx_of_post)
+
         qkvo = (*qkv, saved.tensors["o"])
-        inputs = [*map(self.split, qkvo), saved.tensors["lse"]]
-        in_place = len(self.chunks) > 1  # of one, block.pre's graph may hold q, k, v themselves
-        grads = saved.attention.backward(
-            lambda: self.backward_post(saved, self.join(dy), residual), *inputs, in_place
-        )
+        inputs = [*map(self.to_batch, qkvo), saved.tensors["lse"]]
+        # dq, dk, dv may overwrite q, k, v, unless there is only one chunk: then these may be the
+        # very tensors that block.pre's graph holds
+        in_place = len(self.chunks) > 1
+        grads = saved.attention.backward(make_dout, *inputs, in_place)
         del inputs, qkv, qkvo
-        dqkv = [self.join(t) for t in grads]
-        dx = self.backward_pre(saved, dqkv, residual)
+        dqkv = [self.to_row(t) for t in grads]
+        dx = self.backward_pre(saved, dqkv, dx_of_post)
         self.prefetch_stream.done_reading(*saved.tensors.values())
         return dx.view(dy.shape)
 
     def backward_post(
-        self, saved: SavedLayer, dy: Tensor, residual: list[Tensor]
+        self, saved: SavedLayer, dy: Tensor, dx_of_post: list[Tensor]
     ) -> tuple[Tensor, list[Callable]]:
-        """dy (1, N, C) -> do (B, T, H, D), and the last chunk's products for weights, which are
-        left: they hide ways of attention's. Adds the chunks' gradients of x to residual."""
+        """Run the backward of block.post: dy (1, N, C) -> do (B, T, H, D).
+
+        The gradients of x are appended to dx_of_post, chunk by chunk. Also returns the last chunk's
+        weight gradients as functions to call: attention's all-to-alls hide under them.
+        """
         do = None
+        last = len(self.chunks) - 1
         for j, chunk in enumerate(self.chunks):
             if j >= saved.num_saved:
-                self.run(saved, "post", j, again=True)
-            graph = saved.graphs.pop(("post", j))
-            with deferred_weight_grads(on=j == len(self.chunks) - 1) as left:
-                dx, do_part = graph([dy[:, chunk]])
-            residual.append(dx)
-            do = self.put(do, chunk, do_part)
-            del graph, dx, do_part  # before the next chunk's are made
-        return self.split(do), left
+                self.run_half(saved, "post", j, for_backward=True)
+            backward_fn = saved.backward_fns.pop(("post", j))
+            with deferred_weight_grads(on=j == last) as pending_weight_grads:
+                dx_part, do_part = backward_fn([dy[:, chunk]])
+            dx_of_post.append(dx_part)
+            do = self.write_chunk(do, chunk, do_part)
+            del backward_fn, dx_part, do_part  # before the next chunk's are allocated
+        return self.to_batch(do), pending_weight_grads
 
-    def backward_pre(self, saved: SavedLayer, dqkv: list[Tensor], residual: list[Tensor]) -> Tensor:
-        """Return dx (1, N, C): what comes by way of q, k, v (1, N, heads, D), and the residual
-        path's, which is let go."""
+    def backward_pre(
+        self, saved: SavedLayer, dqkv: list[Tensor], dx_of_post: list[Tensor]
+    ) -> Tensor:
+        """Run the backward of block.pre, and return dx (1, N, C), the sum with dx_of_post.
+
+        dqkv: dq, dk, dv (1, N, heads, D). dx_of_post is freed chunk by chunk.
+        """
         dx = torch.empty_like(saved.tensors["x"])
         for j, chunk in enumerate(self.chunks):
-            graph = saved.graphs.pop(("pre", j))
+            backward_fn = saved.backward_fns.pop(("pre", j))
             grads = [t[:, chunk] for t in dqkv]
-            (part,) = graph(grads)
-            torch.add(residual.pop(0), part, out=dx[:, chunk])
-            del graph, part
+            (dx_of_pre,) = backward_fn(grads)
+            torch.add(dx_of_post.pop(0), dx_of_pre, out=dx[:, chunk])
+            del backward_fn, dx_of_pre
         return dx
 
     # -- copies
 
     def offload(self, micro_batch: MicroBatch, i: int) -> None:
-        """Launch the way to the host of what layer i's forward has left."""
+        """Launch the copy of layer i's saved tensors to the host."""
         saved = micro_batch.saved[i]
         host_buffer = micro_batch.host_buffers[i]
-        found = buffer_bytes(saved.tensors)
-        if found != len(host_buffer):
+        needed = buffer_bytes(saved.tensors)
+        if needed != len(host_buffer):
             raise ValueError(
-                f"layer {i} saved {found:,} bytes, on meta tensors "
-                f"{len(host_buffer):,}: shapes must not depend on data"
+                f"layer {i} saved {needed:,} bytes, but {len(host_buffer):,} bytes when it ran on "
+                "tensors without data: the shapes of what a block saves must not depend on data"
             )
         saved.on_host = carve(host_buffer, saved.tensors)
-        # the host buffer is free: compute has waited for its last backward's prefetch_done (if that
-        # backward was given up, a prefetch may still read here; nobody reads what it gets)
+        # the host buffer may be overwritten: compute has waited for the prefetch that read it last
+        # (load_group), and this stream waits for compute
         with self.offload_stream.after_compute():  # hidden by layer i + 1
             for name, place in saved.on_host.items():
                 place.copy_(saved.tensors[name], non_blocking=True)
         saved.offload_done = self.offload_stream.record_event()
 
     def free_offloaded(self, micro_batch: MicroBatch, i: int) -> None:
-        """Give back the memory of layer i, once it is on the host."""
+        """Free the GPU memory of layer i's saved tensors, if the layer is swapped."""
         if i in micro_batch.saved and i < self.plan.swapped_layers:
             saved = micro_batch.saved[i]
-            wait(saved.offload_done)  # hidden by layer i + 1's forward
+            wait(saved.offload_done)  # for the copy to the host, hidden by layer i + 1's forward
             self.offload_stream.done_reading(*saved.tensors.values())
             saved.tensors = saved.on_host
 
     def prefetch(self, micro_batch: MicroBatch, g: int) -> None:
-        """Launch the way back of group g into its rounding buffer."""
+        """Launch the copy of group g from the host to its rounding buffer.
+
+        Does nothing if there is no such group, or if its copy was launched already.
+        """
         if g < 0 or g in micro_batch.prefetch_done:
             return
-        # the rounding buffer is free: compute is done with group g + 2, and this stream waits for
-        # compute; the host buffers are full: compute waited for their offload_done in
-        # free_offloaded
+        # the rounding buffer may be overwritten: compute has finished group g + 2, which used it,
+        # and this stream waits for compute. The host buffers are complete: compute has waited for
+        # their offload_done in free_offloaded
         with self.prefetch_stream.after_compute():  # hidden by group g + 1's backward
             for i, place in self.groups[g]:
                 host_buffer = micro_batch.host_buffers[i]
@@ -637,25 +817,35 @@ class ChunkedLayers:
                 self.prefetch_stream.done_reading(host_buffer)
         micro_batch.prefetch_done[g] = self.prefetch_stream.record_event()
 
-    def enter_group(self, micro_batch: MicroBatch, last: int) -> None:
-        """Have on the GPU what a group of layers saved, whose last one is due, and launch the next
-        ones' way back. Inputs that were dropped are made again, each from the layer before it:
-        the first one's weights are gathered in the open, as no backward has asked for them yet."""
-        g = last // self.plan.stride
+    def load_group(self, micro_batch: MicroBatch, g: int) -> None:
+        """Make group g's saved tensors available on the GPU, and start prefetching group g - 1.
+
+        Resident layers are on the GPU already. The first of them in backward starts prefetching the
+        last two swapped groups, since both rounding buffers are free.
+        """
         last_swapped = len(self.groups) - 1
-        if g > last_swapped:  # resident layers: the last two groups that left may come
+        if g > last_swapped:
             self.prefetch(micro_batch, last_swapped)
             self.prefetch(micro_batch, last_swapped - 1)
-        else:
-            self.prefetch(micro_batch, g - 1)
-            wait(micro_batch.prefetch_done[g])  # hidden by the backward of what is behind it
-            for i, place in self.groups[g]:
-                saved = micro_batch.saved[i]
-                saved.tensors = carve(place, saved.tensors)
-            if g == 0:  # compute waits until the last host buffer is read
-                micro_batch.give_back()
-        for i in range(g * self.plan.stride, last):
+            return
+        self.prefetch(micro_batch, g - 1)
+        wait(micro_batch.prefetch_done[g])  # hidden by the backward of the layers after group g
+        for i, place in self.groups[g]:
+            saved = micro_batch.saved[i]
+            saved.tensors = carve(place, saved.tensors)
+        if g == 0:  # all host buffers have been read, by what compute waits for
+            micro_batch.release_host_buffers()
+
+    def recompute_inputs(self, micro_batch: MicroBatch, last: int) -> None:
+        """Recompute the inputs that a group's layers have dropped. last: the group's last layer.
+
+        The group's first layer has its x. Each of the others gets x from post of the layer before
+        it. The gathers of the first layer's weights are exposed, because backward has not asked for
+        them yet.
+        """
+        first = last // self.plan.stride * self.plan.stride
+        for i in range(first, last):
             saved = micro_batch.saved[i]
             if "o" not in saved.tensors:
-                self.attend(saved, self.project(saved))
-            micro_batch.saved[i + 1].tensors["x"] = self.output(saved)
+                self.run_attention(saved, self.run_pre(saved))
+            micro_batch.saved[i + 1].tensors["x"] = self.run_post(saved)

@@ -349,12 +349,8 @@ class HostStates:
     def begin(self) -> None:
         """Begin an update: its copies from the host must see what the last update wrote there."""
         with self.stream_in.beside_compute():
-<<<<<<< HEAD
-            wait(self.stream_out.record_event())  # hidden by a whole step
-=======
             # waits for the last copies to the host; hidden by the step between
-            wait(self.stream_out.last_event())
->>>>>>> v-shard
+            wait(self.stream_out.record_event())
 
     def stream_through(
         self, states: dict[str, Tensor]
@@ -371,26 +367,15 @@ class HostStates:
                 # waits until the buffer's last piece is on the host; hidden by the pieces between
                 wait(buffer.event)
                 torch._foreach_copy_(on_gpu, on_host, non_blocking=True)
-<<<<<<< HEAD
-            wait(self.stream_in.record_event())  # hidden by the forward that host_update runs under
-            yield part, dict(zip(states, on_gpu))
-            with self.stream_out.after_compute():  # hidden by the next part's way in
-=======
             # waits for this piece's states; hidden by the forward, under which host_update runs
-            wait(self.stream_in.last_event())
+            wait(self.stream_in.record_event())
             yield piece, dict(zip(states, on_gpu))
             with self.stream_out.after_compute():  # hidden by the next piece's copy from the host
->>>>>>> v-shard
                 torch._foreach_copy_(on_host, on_gpu, non_blocking=True)
                 self.stream_out.done_reading(*on_gpu)
             buffer.event = self.stream_out.record_event()
 
     def synchronize(self) -> None:
-<<<<<<< HEAD
-        """Let the host wait until its memory holds what the last update has written."""
-        if event := self.stream_out.record_event():
-=======
         """Let the host wait until its memory holds what the last update wrote."""
-        if event := self.stream_out.last_event():
->>>>>>> v-shard
+        if event := self.stream_out.record_event():
             event.synchronize()

@@ -1,19 +1,32 @@
-"""Run training steps at planned addresses: record one step, plan it, replay the plan (Memo, 4.2).
+"""Run training steps at planned addresses: record one step, plan it, replay it (Memo, section 4.2).
 
-memplan.py plans addresses, and knows nothing of PyTorch. This file is the other half: it gives
-PyTorch an allocator of our own (csrc/allocator.cpp), which delegates everything to PyTorch's except
-while a step is recorded or replayed.
+The steps of a run request the same memory in the same order. So one step is recorded, and
+memplan.py computes an address for each of its requests, all in one block of memory, the *arena*.
+Later steps get these addresses, which leave no gaps between tensors. memplan.py plans and knows
+nothing of PyTorch; this file installs an allocator (csrc/allocator.cpp) in front of PyTorch's. The
+allocator passes every request on, unless a step is recorded or replayed. A run of the step is in
+one of three states:
 
-    runs 1 and 2    as they are: whatever lasts longer than a step is allocated here
-    run 3           recorded: the size, the birth and the death of each request, counted in events;
-                    memplan.solve then gives each request an offset in one arena
-    run 4 onwards   replayed: request n of a step gets the n-th planned address. On one GPU a step
-                    that is one stream then becomes one launch, a CUDA graph
-    if fewer than nine tenths of the plan's requests were met in a replay, the step is recorded and
-    planned again, three times in all, once no tensor lies in the arena any more
+    runs     state      what happens
+    1, 2     warm up    the step runs as usual. Memory that outlives a step is allocated here
+    3        record     the step runs as usual. The allocator notes each request's size, birth and
+                        death (a time is the number of births and deaths so far), and
+                        memplan.solve plans the addresses
+    4 ...    replay     request number n gets the n-th planned address. On one GPU the first replay
+                        may also be captured as a CUDA graph, and later replays launch the graph
 
-A wrong plan costs memory and never a wrong number: a request that differs from the plan goes to
-PyTorch's pool, and so does one whose planned block would overlap a live tensor. Both are counted.
+If a replay has met less than nine tenths of its plan, the next run records again. Three plans are
+made at most.
+
+Example: a step requests 4 MB (a), 2 MB (b), frees a, and requests 3 MB (c). The plan puts b at
+offset 0, and both a and c at offset 2 MB, since they are never alive together: a peak of 6 MB.
+
+A wrong plan costs memory, but never gives a wrong number. A request that differs from the plan goes
+to PyTorch's allocator, and so does one whose planned addresses hold a live tensor. Both are
+counted.
+
+    memory = StepMemory("cuda")
+    memory.run(step, *inputs)       # in place of step(*inputs)
 """
 
 import ctypes
@@ -28,161 +41,216 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from memplan import AddressPlan, Lifetime, check, solve
+from memplan import Lifetime, AddressPlan, check, solve
 from streams import CommStream, wait
 
-ALLOCATOR_ALIGN_BYTES = {"cpu": 64, "cuda": 512}  # where PyTorch's kernels want a tensor to start
-MIN_PLANNED_BYTES = {"cpu": 2**10, "cuda": 2**20}  # of a request; cuda: those of large blocks
-live_arena: dict[str, object] = {}  # of a kind of device: what its allocator points into
-recorder: "StepMemory | None" = None  # of the step that is being recorded
+ALLOCATOR_ALIGN_BYTES = {"cpu": 64, "cuda": 512}  # PyTorch's kernels want tensors to start there
+# smaller requests are not planned; on a GPU, PyTorch serves these from a pool of small blocks
+MIN_PLANNED_BYTES = {"cpu": 2**10, "cuda": 2**20}
+
+WARM_UP_RUNS = 2
+MIN_HITS = 0.9  # of the plan's requests; if a replay meets fewer, the step is recorded again
+MAX_PLANS = 3
+
+live_arena: dict[str, object] = {}  # by device type: the arena that its allocator points into
+recorder: "StepMemory | None" = None  # whose step is being recorded
 
 
 def mark(name: str) -> None:
-    """Begin a pass, such as "forward, layer 3/32", which ends at the next mark; an empty name
-    begins none. Does nothing where no step is recorded."""
+    """Begin a pass of the step, such as "forward, layer 3/32". It ends at the next mark.
+
+    The step calls this while it runs. memplan.py plans the buffers of each pass by themselves
+    (Memo's two levels). An empty name: what follows belongs to no pass. Does nothing unless a step
+    is being recorded.
+    """
     if recorder is not None:
         recorder.marks.append((recorder.allocator.now(), name))
 
 
 def with_passes(buffers, marks):
-    """Return the buffers, whose times count events, with their passes: of one that lives and dies
-    between two marks, the name of the first. A name that comes again gets a number."""
-    times = [at for at, _ in marks]
-    names, seen = [""], Counter()
+    """Return the buffers, each with the name of the pass in which it is born and dies.
+
+    marks: pairs (events so far, name). For example, with marks at 0 ("a"), 10 ("b") and 20 ("a"):
+
+        alive from 3 to 8       in pass "a"
+        alive from 3 to 12      in no pass, ""
+        alive from 21 to 25     in pass "a #2", the second one of this name
+    """
+    times = [time for time, _ in marks]
+    names = [""]  # names[n] is the pass after n marks
+    uses = Counter()
     for _, name in marks:
-        seen[name] += 1
-        names.append(f"{name} #{seen[name]}" if name and seen[name] > 1 else name)
+        uses[name] += 1
+        if name and uses[name] > 1:
+            name = f"{name} #{uses[name]}"
+        names.append(name)
     marked = []
     for b in buffers:
-        first, last = bisect(times, b.start), bisect(times, b.end)  # marks before birth and death
-        marked.append(b._replace(in_pass=names[first] if first == last else ""))
+        marks_before_birth = bisect(times, b.start)
+        marks_before_death = bisect(times, b.end)
+        in_one_pass = marks_before_birth == marks_before_death
+        marked.append(b._replace(in_pass=names[marks_before_birth] if in_one_pass else ""))
     return marked
 
 
 @functools.cache
-def load_allocator(kind: str) -> ctypes.CDLL:
-    """Return csrc/allocator.cpp for "cpu" or "cuda", installed for good: outside of record and
-    replay it only delegates. Compiled at first use (some seconds) and kept in the user's cache.
-    Raise ValueError with the compiler's words."""
+def load_allocator(device_type: str) -> ctypes.CDLL:
+    """Compile csrc/allocator.cpp for "cpu" or "cuda", install it, and return the library.
+
+    It stays installed, and passes all requests on unless a step is recorded or replayed. Compiling
+    takes some seconds at first use; the result is kept in the user's cache. Raises ValueError with
+    the compiler's message if it fails.
+    """
     from torch.utils.cpp_extension import CUDA_HOME, include_paths
 
     packages = Path(torch.__file__).parents[1]
     include = include_paths()
     options = ["-lc10"]
-    if kind == "cuda":  # its headers are the toolkit's, or pip's packages
+    if device_type == "cuda":  # CUDA's headers: from the toolkit, or from pip's packages
         homes = [CUDA_HOME] if CUDA_HOME else packages.glob("nvidia/cu*")
         include += [f"{home}/include" for home in homes]
         options += ["-DMEMPLAN_CUDA", "-lc10_cuda"]
-    file = Path(__file__).parent / "csrc" / "allocator.cpp"
-    command = ["g++", "-std=c++20", "-O2", "-shared", "-fPIC", str(file)]
+    source = Path(__file__).parent / "csrc" / "allocator.cpp"
+    command = ["g++", "-std=c++20", "-O2", "-shared", "-fPIC", str(source)]
     command += [f"-I{path}" for path in include]
     command += [f"-L{packages}/torch/lib", *options]
+
+    # the name in the cache follows from the source, the command and PyTorch's version
     made_by = f"{command} {torch.__version__}"
-    key = hashlib.sha256(file.read_bytes() + made_by.encode()).hexdigest()
+    key = hashlib.sha256(source.read_bytes() + made_by.encode()).hexdigest()
     folder = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "memplan"
-    built = folder / f"{key[:16]}.so"
-    if not built.exists():
+    library = folder / f"{key[:16]}.so"
+    if not library.exists():
         folder.mkdir(parents=True, exist_ok=True)
-        made = built.with_suffix(f".{os.getpid()}")
-        done = subprocess.run([*command, "-o", made], capture_output=True, text=True)
+        unfinished = library.with_suffix(f".{os.getpid()}")
+        done = subprocess.run([*command, "-o", unfinished], capture_output=True, text=True)
         if done.returncode:
             raise ValueError(f"{' '.join(command)} failed:\n{done.stderr[-2000:]}")
-        made.rename(built)  # whole at any moment, whoever compiles
-    allocator = ctypes.CDLL(str(built))
+        unfinished.rename(library)  # at once, so that no other process loads half a file
+
+    allocator = ctypes.CDLL(str(library))
     allocator.recorded.restype = ctypes.POINTER(ctypes.c_int64)
     allocator.counted.restype = ctypes.POINTER(ctypes.c_int64)
     allocator.load.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int]
     allocator.begin.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_void_p]
-    if kind == "cuda":
-        torch.cuda.init()  # before, PyTorch has no allocator to ask
+    if device_type == "cuda":
+        torch.cuda.init()  # PyTorch has no allocator for a GPU before
     allocator.install()
     return allocator
 
 
 class StepMemory:
-    """Planned memory of a step, a callable that requests the same each time.
+    """Runs a step, which requests the same memory each time, at planned addresses.
 
         memory = StepMemory()
-        memory.run(step, *inputs)   # again and again; counts says how well the plan was met
-        memory.give_back()          # until the next run, for whatever else needs memory
+        memory.run(step, *inputs)   # as often as you like
+        memory.counts               # how well the last replay met its plan
+        memory.give_back()          # frees the arena until the next run, if other code needs memory
 
-    as_graph: a step whose inputs, tensors, say all that changes, and in which the host waits for
-    nothing, is captured in planned memory, and then launched as one: a CUDA graph, with its results
-    in the same tensors each time. What Python computes in it is what it was then, as are counts.
-    On a CPU, all of the process's tensors; on a GPU those of the current device and stream. A
-    tensor that other streams use must be in use until this stream has waited for them. In train.py,
-    gathered weights, whole gradients and rounding buffers lie in memory that outlives steps, and
-    what ranks map from each other lies outside the allocator; what all-to-alls and copies to the
-    host read or write is held until this stream has waited for their event.
-    Requests below min_bytes, and those that outlive the step, stay with PyTorch's allocator.
-    Marks (`mark`, from within the step) name the passes of a plan's two levels.
-    One StepMemory a kind of device at a time: its arena must live as long as any tensor in it, so
-    an arena is not loaded (RuntimeError) while tensors of another's steps are in use.
+    Planned are, on a CPU, the tensors of the whole process; on a GPU, those that the current stream
+    of the current device requests. Requests below min_bytes and those that outlive the step stay
+    with PyTorch's allocator.
+
+    as_graph (GPU only): the first replay is captured as a CUDA graph at planned addresses, and
+    later replays launch the graph. The inputs must be tensors and hold all that changes from step
+    to step. In the step the host must not wait for anything. The results lie in the same tensors
+    each time. Numbers that Python computes in the step, and `counts`, stay those of the capture.
+
+    Other streams: planned memory that is freed is given out again at once. So a tensor that another
+    stream reads or writes must stay alive until the planned stream has waited for that stream. The
+    engine keeps this rule: all-to-alls and copies to the host hold their tensors until then;
+    unsharded parameters, gradients and rounding buffers outlive the step; and memory that ranks map
+    from each other is not requested from this allocator.
+
+    Use one StepMemory per device type at a time. An arena must live as long as any tensor in it, so
+    no arena is loaded (RuntimeError) while tensors of another StepMemory's steps are in use.
     """
 
-    RECORD, REPLAY = 1, 2  # what the allocator does
+    RECORD, REPLAY = 1, 2  # modes of csrc/allocator.cpp
+    # what became of a replay's requests: hits got their planned address, unplanned ones outlive the
+    # step, unmatched ones are not in the plan, and of occupied ones a live tensor has the addresses
     COUNTS = ("hits", "unplanned", "unmatched", "occupied")
 
     def __init__(self, device: str = "cpu", min_bytes: int = 0, as_graph: bool = False):
         self.device = device
+        self.device_type = device.partition(":")[0]
+        self.align = ALLOCATOR_ALIGN_BYTES[self.device_type]
+        self.min_bytes = min_bytes or MIN_PLANNED_BYTES[self.device_type]
+        self.allocator = load_allocator(self.device_type)
         self.as_graph = as_graph
-        self.graph = None  # of the step, while its arena is there
-        self.stream = None  # of all runs of what becomes a graph: a stream's first take memory
-        self.kind = device.partition(":")[0]
-        self.align = ALLOCATOR_ALIGN_BYTES[self.kind]
-        self.min_bytes = min_bytes or MIN_PLANNED_BYTES[self.kind]
-        self.allocator = load_allocator(self.kind)
+        self.graph = None  # of the step; it lives as long as its arena
+        # if as_graph, the stream of all runs: the first ones on a stream allocate what lasts, such
+        # as workspaces, which must not happen during the capture
+        self.stream = None
+        self.runs = 0  # so far
+        self.marks: list[tuple[int, str]] = []  # of the recorded step: (events so far, name)
         self.buffers: list[Lifetime] = []  # of the recorded step
         self.plan: AddressPlan | None = None
+        self.plans = 0  # made so far
         self.arena = None  # memory, while the allocator points into it
         self.counts: dict[str, int] = {}  # of the last replay
-        self.runs = 0
-        self.plans = 0  # made of recorded steps
 
     def run(self, step, *inputs):
-        """Run the step, on a stream of its own if it becomes a graph."""
+        """Return step(*inputs). If the step becomes a graph, it runs on a stream of its own."""
         if not self.as_graph:
-            return self.run_here(step, inputs)
+            return self.run_on_current_stream(step, inputs)
         self.stream = self.stream or CommStream(torch.device(self.device))
-        with self.stream.after_compute():  # inputs are there, the last results were read
-            results = self.run_here(step, inputs)
-        wait(self.stream.record_event())  # in the open: results are read next
+        # the stream waits for the inputs, and for compute to have read the last results
+        with self.stream.after_compute():
+            results = self.run_on_current_stream(step, inputs)
+        wait(self.stream.record_event())  # for the results. Nothing hides this: they are read next
         return results
 
-    def run_here(self, step, inputs):
-        """Run the step: the first two as they are, for what lasts; the third is recorded; then by
-        plan, and recorded again (three times in all) after one that met less than nine tenths of
-        its plan."""
+    def run_on_current_stream(self, step, inputs):
+        """Run the step in the state that is due."""
         self.runs += 1
-        missed = self.counts and self.counts["hits"] < 0.9 * len(self.buffers)
-        if missed and self.plans < 3 and self.give_back():
-            self.counts = {}
-            self.plan = None
-        if self.runs < 3:
+        state = self.next_state()
+        if state == "warm up":
             return step(*inputs)
-        if self.plan is not None:
+        if state == "replay":
             return self.replay(step, inputs)
         result = self.record(step, inputs)
-        if self.give_back():  # else what is in the arena outlives the step: the next one, maybe
-            self.plan = solve(self.buffers, time_limit=10.0)
-            self.plans += 1
-            check(self.buffers, self.plan.offsets, self.plan.peak)
+        self.plan = solve(self.buffers, time_limit=10.0)
+        self.plans += 1
+        check(self.buffers, self.plan.offsets, self.plan.peak)
         return result
 
+    def next_state(self) -> str:
+        """Return "warm up", "record" or "replay" for the run that begins.
+
+        If the last replay has missed its plan, drop the plan, so that this run records again. That
+        waits until no tensor lies in the arena any more.
+        """
+        if self.counts and self.plans < MAX_PLANS:
+            missed = self.counts["hits"] < MIN_HITS * len(self.buffers)
+            if missed and self.give_back():
+                self.counts = {}
+                self.plan = None
+        if self.runs <= WARM_UP_RUNS:
+            return "warm up"
+        return "record" if self.plan is None else "replay"
+
     def begin(self, mode) -> None:
-        """Have the allocator record or serve requests on the current stream: there alone memory
-        that is freed may be given out again at once."""
+        """Let the allocator record or serve requests on the current stream.
+
+        Requests on other streams go to PyTorch: a planned address may be given out again as soon as
+        its memory is freed, which is right only in the order of one stream.
+        """
         stream = None
-        if self.kind == "cuda":
+        if self.device_type == "cuda":
             stream = torch.cuda.current_stream().cuda_stream
         self.allocator.begin(mode, self.min_bytes, self.align, stream)
 
     def record(self, step, inputs):
-        """Run the step, and note its requests: sizes, lifetimes counted in events, and passes."""
+        """Run the step, and note its requests in self.requests and self.buffers.
+
+        requests: a row (birth, death or -1, size) per request, in the order of births; -1: it
+        outlives the step. buffers: those that do not, with their passes.
+        """
         global recorder
-        if self.kind == "cuda":  # what it reserves is to be what the step needs
+        if self.device_type == "cuda":  # so that PyTorch's pool then reserves only what steps need
             torch.cuda.empty_cache()
-        self.marks = []  # (events so far, name)
+        self.marks = []
         self.begin(self.RECORD)
         recorder = self
         try:
@@ -192,33 +260,34 @@ class StepMemory:
             n = self.allocator.end()
         numbers = self.allocator.recorded()[: 3 * n]
         requests = np.array(numbers, np.int64).reshape(n, 3)
-        requests[:, 2] += -requests[:, 2] % self.align
-        self.requests = requests  # start, end (-1: outlives the step), size
+        requests[:, 2] += -requests[:, 2] % self.align  # sizes, rounded up
+        self.requests = requests
         buffers = [Lifetime(*r) for r in requests.tolist() if r[1] >= 0]
         self.buffers = with_passes(buffers, self.marks)
-        self.counts = {}  # of a plan that is not followed any more
+        self.counts = {}  # they belong to the last plan
         return result
 
     def replay(self, step, inputs):
-        """Run the step on planned addresses, or launch it as a graph."""
+        """Run the step at planned addresses; if as_graph, capture it once and launch the graph."""
         if self.arena is None:
             self.load_arena()
         if not self.as_graph:
-            return self.follow(step, inputs)
+            return self.run_at_planned_addresses(step, inputs)
         if self.graph is None:
             graph = torch.cuda.CUDAGraph()
-            self.inputs = [x.clone() for x in inputs]
-            # what other threads do, as NCCL's, is not captured, and goes on
-            here = torch.cuda.current_stream()  # whose first runs have taken what lasts
-            with torch.cuda.graph(graph, stream=here, capture_error_mode="thread_local"):
-                self.results = self.follow(step, self.inputs)
+            self.inputs = [x.clone() for x in inputs]  # the graph reads these
+            # the stream of the first runs, which have allocated what lasts. "thread_local": other
+            # threads, such as NCCL's, may go on with calls that a capture forbids
+            stream = torch.cuda.current_stream()
+            with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+                self.results = self.run_at_planned_addresses(step, self.inputs)
             self.graph = graph
         torch._foreach_copy_(self.inputs, inputs)
         self.graph.replay()
         return self.results
 
-    def follow(self, step, inputs):
-        """Run the step by plan; self.counts: how many requests met it."""
+    def run_at_planned_addresses(self, step, inputs):
+        """Run the step, whose requests the allocator serves by plan, and set self.counts."""
         self.begin(self.REPLAY)
         try:
             return step(*inputs)
@@ -227,20 +296,26 @@ class StepMemory:
             self.counts = dict(zip(self.COUNTS, self.allocator.counted()))
 
     def load_arena(self) -> None:
-        """Give the allocator the plan, and one block of PyTorch's for it."""
-        _, died, size = self.requests.T
-        entries = np.stack([size, np.full_like(size, -1)])  # sizes, offsets (-1: not planned)
-        entries[1, died >= 0] = self.plan.offsets
+        """Allocate the arena, and give it and the plan to the allocator.
+
+        Raises RuntimeError while tensors lie in the last arena: it would be freed, and PyTorch
+        would give their memory to other tensors.
+        """
+        _, death, size = self.requests.T
+        offsets = np.full_like(size, -1)  # -1: not planned, since the request outlives the step
+        offsets[death >= 0] = self.plan.offsets
+        entries = np.stack([size, offsets])
         arena = torch.empty(self.plan.peak, dtype=torch.uint8, device=self.device)
-        # refused while tensors lie in the last arena: its memory would go to others under them
         used = self.allocator.load(arena.data_ptr(), entries.ctypes.data, len(size))
         if used:
-            raise RuntimeError(f"{used} tensors of an earlier plan are still in use")
-        self.arena = live_arena[self.kind] = arena  # as long as the allocator may point into it
+            raise RuntimeError(
+                f"{used} tensors of an earlier plan are still in use, so no other plan can begin: "
+                "free them first"
+            )
+        self.arena = live_arena[self.device_type] = arena
 
     def give_back(self) -> bool:
-        """Give the arena's memory to PyTorch's allocator if no tensor is in it, and return
-        whether it was."""
+        """Free the arena if no tensor lies in it; return whether there is none any more."""
         if self.arena is not None and not self.allocator.load(None, None, 0):
-            self.arena = live_arena[self.kind] = self.graph = None
+            self.arena = live_arena[self.device_type] = self.graph = None
         return self.arena is None

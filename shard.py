@@ -695,11 +695,6 @@ class States:
         order, even if one of them skips a matrix."""
         unit = param.unit
 
-<<<<<<< HEAD
-    def launch_param_gather(self, params: list[ShardedParam]) -> None:
-        """Launch the all-gathers, (S/p,) -> (S,), of weights that their buffers do not hold yet."""
-        params = [param for param in params if param.unsharded_param.held_param is not param]
-=======
         # without overlap: the whole unit as it begins, nothing ahead
         if not self.streams["param_gather"].overlap:
             return GatherPlan(now=unit.params, ahead=[])
@@ -724,8 +719,7 @@ class States:
 
     def launch_param_gather(self, params: Sequence[ShardedParam]) -> None:
         """Launch the all-gathers (S/p,) -> (S,) of weights that are not in their buffers yet."""
-        params = [param for param in params if param.unsharded_param.holder is not param]
->>>>>>> v-shard
+        params = [param for param in params if param.unsharded_param.held_param is not param]
         if not params:
             return
         stream = self.streams["param_gather"]
@@ -852,7 +846,7 @@ class States:
                 dist.all_reduce(grad, group=param.replicas)
                 param.grad_shard.copy_(grad[:kept])
             stream.done_reading(param.as_matrix(param.unsharded_grad.data))
-        param.unsharded_grad.event = stream.last_event()
+        param.unsharded_grad.event = stream.record_event()
 
     def reduce_unit(self, unit: Unit) -> None:
         """Launch the sums of a unit's gradients that run once per step, after the last micro-batch.
@@ -876,7 +870,7 @@ class States:
             ]
         with self.streams["grad_reduce"].after_compute():
             # waits for complete grad_shards; hidden by the backward of the layers that follow
-            wait(self.streams["grad_scatter"].last_event())
+            wait(self.streams["grad_scatter"].record_event())
             for params in launches:
                 self.sum_replicas(params)
 
@@ -928,8 +922,8 @@ class States:
             self.vector_grad.fill_(math.nan)
         dist.all_reduce(self.vector_grad)
         # waits for all gradients; hidden by the backward, except for its last layers' reductions
-        wait(self.streams["grad_scatter"].last_event())
-        wait(self.streams["grad_reduce"].last_event())
+        wait(self.streams["grad_scatter"].record_event())
+        wait(self.streams["grad_reduce"].record_event())
 
     def check_uses(self) -> None:
         """Raise ConfigError on all ranks if one of them did not use each matrix exactly once per
@@ -1021,7 +1015,7 @@ class States:
         stream = self.streams["param_broadcast"]
         group = self.param_subgroup
         for param in unit.params:
-            param.unsharded_param.holder = None  # the buffer has the old parameters
+            param.unsharded_param.held_param = None  # the buffer has the old parameters
         if not (group or self.host_states):
             return  # compute itself has updated all of param_shard
 
@@ -1039,7 +1033,7 @@ class States:
                     all_gather(param.param_shard, owned_param, group=group)
 
         # if broadcasts do not overlap, they run on the stream of the update
-        broadcast_done = stream.last_event() or self.streams["host_update"].last_event()
+        broadcast_done = stream.record_event() or self.streams["host_update"].record_event()
         for param in unit.params:
             param.broadcast_done = broadcast_done
 
@@ -1119,317 +1113,9 @@ class States:
         last call. This does not wait for the device, and any thread may call it."""
         phase = ""
         events = self.progress_events
-<<<<<<< HEAD
-        while events and (events[0][1] is None or events[0][1].query()):
-            text, _ = events.popleft()
-        return text
-
-    # -- gradients: reduced behind their computation
-
-    def begin_step(self) -> None:
-        """Begin a step: no gradient of the last one counts."""
-        self.misuse = ""  # which matrix was not used once a pass, in words
-        # (phase in words, its event); new, since a thread may still read the last step's
-        self.progress_events = deque(maxlen=10 * len(self.units))
-        for unit in self.units:
-            unit.passes_done = 0
-        self.vector_grad.zero_()
-
-    def add_grad(self, module: Matrix, compute: Callable[[Tensor, int], Tensor]) -> None:
-        """Add a chunk's contribution to a gradient, and launch the reductions after the last one.
-
-        compute(out, beta) writes beta * out + contribution into out (rows, cols). Returns None:
-        nothing is left to autograd.
-        """
-        param = self.sharded_params[module]
-        unit = param.unit
-        self.begin_pass(unit)
-        if param.chunks_done == param.num_chunks or unit.passes_done == self.micro_batches:
-            self.misuse = f"{param.name} was used more than once a pass"
-            return  # its gradient has gone
-        self.open_unit = unit
-        buffer = param.unsharded_grad
-        if param.chunks_done == 0:
-            wait(buffer.event)  # its place is free; hidden by the backward of layer i + 1
-        adds = param.chunks_done > 0 or (param.grad_stays and unit.passes_done > 0)
-        compute(param.as_matrix(buffer.data), int(adds))
-        param.chunks_done += 1
-        self.scatter_unit(unit)
-
-    def begin_pass(self, unit: Unit) -> None:
-        """End the backward pass of another unit, if it is still open: this one is in use now."""
-        if self.open_unit not in (None, unit):
-            self.end_pass(self.open_unit)
-
-    def end_pass(self, unit: Unit) -> None:
-        """End a unit's backward pass, in which a matrix was not used: what it would have launched
-        is what other ranks wait for."""
-        if self.factors.p > 1 and unit.is_layer:
-            self.launch_param_gather(unit.params[::-1])
-        for param in unit.params:
-            if param.chunks_done < param.num_chunks:
-                self.misuse = self.misuse or (
-                    f"{param.name} was used {param.chunks_done} times in "
-                    f"a pass, not {param.num_chunks}"
-                )
-                param.chunks_done = param.num_chunks
-        self.scatter_unit(unit)
-
-    def scatter_unit(self, unit: Unit) -> None:
-        """Launch the reductions of a unit's gradients of this pass, last param first, up to the
-        first that is not complete: all ranks launch the same in the same order, whatever each of
-        them uses."""
-        last = unit.passes_done == self.micro_batches - 1
-        for param in unit.params[::-1][unit.scattered :]:
-            if param.chunks_done < param.num_chunks:
-                return
-            if not param.grad_stays:
-                self.scatter_grad(param, last)
-            unit.scattered += 1
-        self.open_unit = None
-        unit.scattered = 0
-        unit.passes_done += 1
-        for param in unit.params:
-            param.chunks_done = 0
-        if last:
-            self.reduce_unit(unit)
-
-    def scatter_grad(self, param: ShardedParam, last: bool) -> None:
-        """Launch the way of a micro-batch's gradient (S,) to what is kept of it (grad_shard), where
-        it is added to the micro-batches before. last: of the step."""
-        f = self.factors
-        stream = self.streams["grad_scatter"]
-        x = param.unsharded_grad.data
-        replaces = param.unit.passes_done == 0
-        with stream.after_compute():  # it is computed; the last update has read grad_shard
-            if f.g > 1:
-                x = x.to(self.dtype)  # else reduce_unit sends it
-            if f.p > 1:  # (S,) -> (S/p,)
-                x = sum_and_scatter(x, self.grad_scatter_group)
-            if f.g > f.p and self.layout == "intra":  # (S/p,) -> (S/os,)
-                x = sum_and_scatter(x, self.grad_subgroup)
-            elif f.g > f.p:  # (S/p,) -> (S/p,) all-reduce, then select & drop (AMSP, section IV)
-                size = len(param.grad_shard)
-                if last and not replaces:
-                    x[:size] += param.grad_shard  # joins before the final sum, once
-                dist.all_reduce(x, group=param.replicas if last else self.grad_subgroup)
-                x = x[:size]
-                replaces = replaces or last
-            if replaces:
-                param.grad_shard.copy_(x)
-            else:
-                param.grad_shard.add_(x)
-            stream.done_reading(param.as_matrix(param.unsharded_grad.data))
-        param.unsharded_grad.event = stream.record_event()
-
-    def reduce_unit(self, unit: Unit) -> None:
-        """Launch the sum over the replicas of a layer's gradients, which are complete: (S/g,) to
-        what this rank owns; in layout inter with g = p, to all of it. All-reduces in one
-        launch, but for gradients that are cast: a whole layer's copies would take memory."""
-        if self.factors.g > self.factors.p and self.layout == "inter":
-            return  # scatter_grad has summed over all replicas
-        if self.factors.g == self.factors.os and not any(param.replicas for param in unit.params):
-            return  # there is one of each gradient: no sum
-        casts = self.grad_dtype != self.dtype
-        with self.streams["grad_reduce"].after_compute():
-            # their grad_shards are complete; hidden by the backward of the layers that follow
-            wait(self.streams["grad_scatter"].record_event())
-            for _, params in itertools.groupby(
-                unit.params, lambda param: param if casts else param.replicas
-            ):
-                self.sum_replicas(list(params))
-
-    def sum_replicas(self, params: list[ShardedParam]) -> None:
-        """Enqueue the sum of gradients over their replicas: all-reduces in one launch. (A function,
-        whose copies are gone before the next ones are made.)"""
-        intra = self.layout == "intra"
-        scatters = intra and self.factors.g < self.factors.os
-        group = params[0].replicas
-        if not (group or scatters):
-            return
-        parts = [param.grad_shard.to(self.dtype) for param in params]
-        if scatters:  # (S/p,) -> (S/os,)
-            parts = [sum_and_scatter(x, self.grad_subgroup) for x in parts]
-        if group:
-            with dist._coalescing_manager(group):
-                for x in parts:
-                    dist.all_reduce(x, group=group)
-        for param, x in zip(params, parts):
-            if x is not param.grad_shard:
-                kept = param.owned_grad if intra else param.grad_shard
-                kept.copy_(x)
-
-    def finish_gradients(self) -> None:
-        """Sum vectors' gradients after the step's last backward, and let compute wait for all. A
-        step whose gradients are not those of its passes becomes one that is not finite, on all
-        ranks: vectors' gradients and the norm tell them, so that no step waits for an agreement."""
-        for unit in reversed(self.units):
-            while unit.passes_done < self.micro_batches:  # a matrix came in never
-                self.end_pass(unit)
-        for module, param in self.sharded_params.items():
-            if module.weight.grad is not None:
-                self.misuse = f"{param.name} was used beside model.project"
-                module.weight.grad = None
-        self.last_pass = None
-        self.enter_phase("update")
-        if self.misuse:
-            self.vector_grad.fill_(math.nan)
-        dist.all_reduce(self.vector_grad)
-        # every grad_shard is final; hidden by the backward, but for its last layers' reductions
-        wait(self.streams["grad_scatter"].record_event())
-        wait(self.streams["grad_reduce"].record_event())
-
-    def check_uses(self) -> None:
-        """Raise ConfigError on all ranks if a step was not finite since one of them has not used
-        each matrix once a pass. A collective of all ranks."""
-        advice = "every rank uses a Matrix once in each pass, if need be with no tokens, x[:0]"
-        if error := first_error(self.misuse and f"{self.misuse}; {advice}"):
-            raise ConfigError(error)
-
-    # -- the update
-
-    def update(
-        self, lr: float | Tensor, clip: float, loss: Tensor | float = 0.0
-    ) -> tuple[Tensor, Tensor]:
-        """Update all weights with the gradient's global norm clipped to `clip` (0: off), and launch
-        the new parameters' travel. A tensor lr, on the device, is heard by a CUDA graph, too.
-
-        Returns the norm, and whether it and the loss of all ranks are finite, on the device; if
-        not, nothing was changed.
-        """
-        # weights may change: in unshard, compute has waited for all gathers and broadcasts of them
-        norm = global_norm(self.counted_grads, self.accum_dtype)
-        finite = set_scalars(self.scalars, lr, clip, norm, loss)
-        # small weights by AdamW without decay, on every rank alike: they are their own masters
-        unused = torch.empty_like(self.vector_grad)
-        adamw(
-            Update(
-                "vectors",
-                0,
-                unused,
-                self.vector_grad,
-                self.vector_states,
-                decay=0.0,
-                **self.scalars._asdict(),
-            )
-        )
-        beside = contextlib.nullcontext()
-        if self.host_states:
-            self.host_states.begin()
-            beside = self.streams["host_update"].after_compute()  # gradients and scalars are final
-        with beside:
-            for unit in self.units:
-                for param in unit.params:
-                    if len(param.owned_param):
-                        self.update_param(param)
-                self.broadcast_params(unit)
-        return norm, finite
-
-    def update_param(self, param: ShardedParam) -> None:
-        """Update what this rank owns of a matrix: where its states lie, or as they visit."""
-        visits = [(slice(None), param.states)]
-        if self.host_states:
-            visits = self.host_states.visits(param.states)
-        for part, states in visits:
-            weight, grad = param.owned_param[part], param.owned_grad[part]
-            if self.optimizer.whole:  # (S,) -> (rows, cols)
-                weight, grad = param.as_matrix(weight), param.as_matrix(grad)
-                states = {name: param.as_matrix(state) for name, state in states.items()}
-            first = param.start + (part.start or 0)
-            self.optimizer.update(
-                Update(
-                    param.name,
-                    first,
-                    weight,
-                    grad,
-                    states,
-                    decay=self.decay,
-                    **self.scalars._asdict(),
-                )
-            )
-
-    def broadcast_params(self, unit: Unit) -> None:
-        """Launch the travel of a unit's new parameters to the subgroup: in layout inter from their
-        owners, (S/p,), else (S/os,) -> (S/p,)."""
-        stream = self.streams["param_broadcast"]
-        group = self.param_subgroup
-        for param in unit.params:
-            param.unsharded_param.held_param = None  # what was gathered is old
-        if not (group or self.host_states):
-            return  # they are new where compute goes on
-        on_gpu = self.device.type == "cuda"
-        with stream.after_compute():  # the unit is updated
-            if group and self.layout == "inter":
-                # of several owners, in one launch of NCCL's
-                with dist._coalescing_manager(group, self.device if on_gpu else None):
-                    for param in unit.params:
-                        dist.broadcast(param.param_shard, group=group, group_src=param.owner)
-            elif group:
-                for param in unit.params:
-                    # gloo may not read where it writes
-                    own = param.owned_param if on_gpu else param.owned_param.clone()
-                    all_gather(param.param_shard, own, group=group)
-        # where broadcasts do not overlap, they run where the update does
-        broadcast_done = stream.record_event() or self.streams["host_update"].record_event()
-        for param in unit.params:
-            param.broadcast_done = broadcast_done
-
-    # -- loading and saving
-
-    def state_parts(self) -> dict[str, StatePart]:
-        """Return what a checkpoint holds of this rank, by f"{state}.{parameter name}", and the
-        number of updates. Of states on the host it is what they are until the next update."""
-        if self.host_states:
-            self.host_states.synchronize()
-        return self.parts
-
-    def load(self, weight: Callable[[str], Tensor]) -> None:
-        """Set all parameters: weight(name) returns a whole one, of any dtype and device, and each
-        rank takes what it owns. Raises ConfigError on all ranks. A collective of all ranks."""
-
-        def load_masters() -> None:
-            parts = self.state_parts()
-            for name in self.shapes:
-                if part := parts.get(f"master.{name}"):
-                    whole = weight(name)
-                    here = part.tp_slice.extract(whole) if part.tp_slice else whole
-                    part.values.copy_(part.within(here))
-
-        all_or_none(load_masters)
-        self.loaded()
-
-    def loaded(self) -> None:
-        """Set the weights to their masters, after a checkpoint was read into state_parts()."""
-        for unit in self.units:
-            for param in unit.params:
-                param.owned_param.copy_(param.states["master"])
-            self.broadcast_params(unit)
-
-    def full(self, name: str) -> Tensor:
-        """Return a whole parameter in accum_dtype; a collective of all ranks."""
-        whole = self.zeros(self.shapes[name], self.accum_dtype)
-        part = self.state_parts().get(f"master.{name}")
-        if part and part.saves:
-            here = part.tp_slice.extract(whole) if part.tp_slice else whole  # zeros, too
-            part.within(here).copy_(part.values)
-            if part.tp_slice:
-                part.tp_slice.insert(here, whole)
-        dist.all_reduce(whole)  # an element's one owner, and zeros
-        return whole
-
-    def bytes(self) -> dict[str, int]:
-        """Return the bytes that this rank really holds of each kind, the vectors apart."""
-        params = self.sharded_params.values()
-        return {
-            "parameters": sum(param.param_shard.nbytes for param in params),
-            "gradients": sum(param.grad_shard.nbytes for param in params),
-            "optimizer": sum(state.nbytes for param in params for state in param.states.values()),
-        }
-=======
         while events:
             _, event = events[0]
             if event is not None and not event.query():
                 break
             phase, _ = events.popleft()
         return phase
->>>>>>> v-shard

@@ -518,7 +518,7 @@ def build(run: Run, op: Attention, groups: Groups) -> tuple[LLaMA | Pipeline, St
             ChunkedLayers(
                 model,
                 (plan.micro_batch, plan.seq // plan.sp),
-                kept.of_part(len(part)),
+                kept.for_virtual_stage(len(part)),
                 plan.chunk,
                 run.device,
                 plan.dtype,

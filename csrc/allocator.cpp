@@ -1,7 +1,16 @@
-// replay.py's allocator. It delegates to PyTorch's own, and, in a step, records its requests or
-// serves them from an arena at planned offsets. A request goes to PyTorch if it is not the next one
-// of the plan, nor one near it that follows the same requests, or if its addresses are in use: a
-// wrong plan costs memory, never a number.
+// The allocator of replay.py. It stands in front of PyTorch's own allocator, and has three modes:
+//
+//     IDLE      pass every request on to PyTorch
+//     RECORD    pass it on, and note its size, its birth and its death
+//     REPLAY    serve it at its planned address in the arena, if it is in the plan and no live
+//               tensor has these addresses; else pass it on
+//
+// In a replay, request number n should be number n of the plan. If a step leaves its plan, requests
+// are matched again by the sizes of the requests before them (matching_entry). A wrong plan costs
+// memory, but never gives a wrong number: no request gets addresses that are in use.
+//
+// The file has a common part, then a part for CPUs and one for GPUs (MEMPLAN_CUDA), which plug the
+// allocator into PyTorch, then the functions that replay.py calls.
 #include <c10/core/CPUAllocator.h>
 #include <algorithm>
 #include <array>
@@ -13,22 +22,24 @@
 namespace {
 enum Mode { IDLE = 0, RECORD = 1, REPLAY = 2 };
 std::atomic<int> mode{IDLE};
-struct Request { int64_t born, died, size; };  // counted in events; died: -1 while it is alive
-std::mutex guard;
-std::vector<Request> requests;  // of the recorded step
-std::map<int64_t, size_t> alive;  // of the recorded step: address, number of the request
-std::vector<int64_t> sizes, offsets;  // the plan; offset -1: it outlives the step, PyTorch's
-std::vector<int64_t> seen;  // sizes of the replayed step's requests so far
-std::map<int64_t, int64_t> live;  // planned blocks in use: begin, end
-std::atomic<int64_t> events;
-int64_t min_bytes, align;
-// Requests served (hits), that outlive the step (unplanned), that the plan does not have
-// (unmatched), whose addresses are in use (occupied).
+// A request of the recorded step. Times are numbers of events, births and deaths alike; died is -1
+// until the memory is freed.
+struct Request { int64_t born, died, size; };
+std::mutex guard;  // of all that follows
+std::vector<Request> requests;  // of the recorded step, in the order of births
+std::map<int64_t, size_t> alive;  // of the recorded step: address -> index in requests
+std::vector<int64_t> sizes, offsets;  // the plan, by request; offset -1: it outlives the step
+std::vector<int64_t> seen;  // sizes of the replayed step's requests so far, rounded up to align
+std::map<int64_t, int64_t> live;  // parts of the arena that are in use: first offset -> end
+std::atomic<int64_t> events;  // of the step so far
+int64_t min_bytes, align;  // smaller requests are not planned; sizes are multiples of align
+// What became of a replay's requests. HITS got their planned address. UNPLANNED ones outlive the
+// step. UNMATCHED ones are not in the plan. OCCUPIED ones are, but their addresses are in use.
 enum Count { HITS, UNPLANNED, UNMATCHED, OCCUPIED };
 std::array<int64_t, 4> counts;
-int64_t cursor;  // the plan's next entry
-char* arena;
-void* stream;  // of CUDA, whose requests count
+int64_t cursor;  // index of the plan's entry that should be requested next
+char* arena;  // where offset 0 of the plan lies
+void* stream;  // the CUDA stream whose requests are recorded and served
 
 void note_birth(int64_t address, int64_t size) {
   alive[address] = requests.size();
@@ -37,16 +48,17 @@ void note_birth(int64_t address, int64_t size) {
 
 void note_death(int64_t address) {
   auto request = alive.find(address);
-  if (request == alive.end()) return;  // smaller than min_bytes, or of before the step
+  if (request == alive.end()) return;  // smaller than min_bytes, or requested before the step
   requests[request->second].died = events++;
   alive.erase(request);
 }
 
-// Sizes repeat, so one alone tells little where a step leaves its plan: an entry so far BEFORE or
-// AFTER the next one, or nearer, counts if the ALIKE requests before it were the plan's, too.
+// If a step leaves its plan (it skips a request, say), one size is not enough to find back, because
+// sizes repeat. So an entry matches only if the ALIKE requests before it had the plan's sizes, too.
+// The entries from cursor - BEFORE to cursor + AFTER - 1 are compared.
 constexpr int64_t ALIKE = 4, BEFORE = 4, AFTER = 16;
 
-// Returns the plan's entry that the last of `seen` is, or -1.
+// Returns the index of the plan's entry that the last request, seen.back(), matches, or -1.
 int64_t matching_entry() {
   int64_t n = sizes.size(), end = std::min(cursor + AFTER, n);
   if (cursor < n && sizes[cursor] == seen.back()) return cursor;
@@ -56,8 +68,8 @@ int64_t matching_entry() {
   return -1;
 }
 
-// Returns a request's planned address, or none, and counts which: PyTorch is to serve it. In
-// REPLAY, under the guard.
+// Returns a request's planned address, or nullptr if PyTorch is to serve it, and counts which. The
+// caller is in REPLAY and holds the guard.
 char* planned_address(int64_t size) {
   int64_t rounded = (size + align - 1) / align * align;
   seen.push_back(rounded);
@@ -65,6 +77,7 @@ char* planned_address(int64_t size) {
   if (k >= 0) cursor = k + 1;
   int64_t begin = k < 0 ? -1 : offsets[k];
   int64_t end = begin + rounded;
+  // the last block in use that begins below `end` is the only one that can reach over `begin`
   auto above = live.lower_bound(end);
   bool occupied = above != live.begin() && (--above)->second > begin;
   Count met = k < 0 ? UNMATCHED : begin < 0 ? UNPLANNED : occupied ? OCCUPIED : HITS;
@@ -79,7 +92,9 @@ char* planned_address(int64_t size) {
 namespace {
 c10::Allocator* native;
 
-void release(void* p) {  // of a block that is planned, or PyTorch's (recorded, raw, oneDNN's)
+// Frees a block: one that lies in the arena, or one of PyTorch's. Of PyTorch's it gets those that
+// were recorded, and those that are freed by raw_deleter, as oneDNN does.
+void release(void* p) {
   std::unique_lock<std::mutex> lock(guard);
   if (live.erase(static_cast<char*>(p) - arena)) return;
   if (mode == RECORD) note_death(reinterpret_cast<int64_t>(p));
@@ -113,15 +128,17 @@ extern "C" void install() {
 #include <c10/cuda/CUDAStream.h>
 #include <torch/version.h>
 
-// Planned are the requests on one stream, where a block that is freed may be given out again at
-// once. What another stream reads or writes must be in use until this one has waited for it, as for
-// PyTorch's own blocks without record_stream, which does nothing here.
+// Only the requests of one stream are planned, because a block that is freed may be given out again
+// at once, which is right in the order of one stream. A block that another stream reads or writes
+// must not be freed until the planned stream has waited for that stream. (The same holds for
+// PyTorch's own blocks without record_stream. record_stream does nothing for planned blocks.)
 namespace {
 using namespace c10::cuda::CUDACachingAllocator;
 c10::DeviceIndex device;
 CUDAAllocator* native;
 
-void trace(const TraceEntry& e) {  // PyTorch calls it for all requests and frees, under its lock
+// Records. PyTorch calls it for all requests and frees, and holds the lock of its allocator.
+void trace(const TraceEntry& e) {
   std::lock_guard<std::mutex> lock(guard);
   if (mode != RECORD || e.device_ != device) return;
   int64_t address = static_cast<int64_t>(e.addr_), size = static_cast<int64_t>(e.size_);
@@ -131,13 +148,15 @@ void trace(const TraceEntry& e) {  // PyTorch calls it for all requests and free
     note_death(address);
 }
 
+// Frees a planned block. PyTorch frees its own.
 void release(void* p) {
   std::lock_guard<std::mutex> lock(guard);
   live.erase(static_cast<char*>(p) - arena);
 }
 
-// All but allocate is PyTorch's own. PASS(f) makes a class that passes on one function more than
-// the class before it: f, of whatever type CUDAAllocator declares.
+// All functions but `allocate` go to PyTorch's allocator. PASS(f) makes a class that inherits from
+// the class of the PASS before it, and passes on one function more: f, with the type that
+// CUDAAllocator declares. Passed<n> is the class before PASS number n.
 template <int n>
 struct Passed : CUDAAllocator {};
 #define PASS(f) PASS_AFTER(__COUNTER__, f)
@@ -185,7 +204,8 @@ struct Delegate final : Passed<__COUNTER__> {
 } delegate;
 }  // namespace
 
-extern "C" void install() {  // after CUDA has started, on its current device
+// Plans for the current device. CUDA must have been initialised.
+extern "C" void install() {
   device = c10::cuda::current_device();
   native = get();
   native->attachAllocatorTraceTracker(&trace);
@@ -194,7 +214,9 @@ extern "C" void install() {  // after CUDA has started, on its current device
 }
 #endif
 
+// What replay.py calls.
 extern "C" {
+// Begins to record or to replay a step.
 void begin(int which, int smallest, int alignment, void* planned_stream) {
   std::lock_guard<std::mutex> lock(guard);
   mode = which;
@@ -207,15 +229,19 @@ void begin(int which, int smallest, int alignment, void* planned_stream) {
   alive.clear();
   seen.clear();
 }
-int end() {  // the number of recorded requests
+// Ends the step. Returns how many requests were recorded.
+int end() {
   std::lock_guard<std::mutex> lock(guard);
   mode = IDLE;
   return requests.size();
 }
-int now() { return events; }  // so far: where a mark falls
+// Returns the number of events so far: the time of a mark.
+int now() { return events; }
 const Request* recorded() { return requests.data(); }
 const int64_t* counted() { return counts.data(); }
-int load(void* base, const int64_t* plan, int n) {  // the number of blocks that are in the way
+// Takes a plan of n requests (n sizes, then n offsets) for the arena at `base`, unless parts of the
+// last arena are in use. Returns how many are; 0: the plan is taken.
+int load(void* base, const int64_t* plan, int n) {
   std::lock_guard<std::mutex> lock(guard);
   if (live.empty()) {
     arena = static_cast<char*>(base);

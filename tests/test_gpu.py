@@ -141,7 +141,7 @@ def check_waits(cases: list[dict], hidden: set[str], folder: Path) -> None:
                 "optim.HostStates.begin waits",
                 "pipeline.Link.finish waits",
                 "attention.Ring.__init__ waits",
-                "offload.ChunkedLayers.enter_group waits",
+                "offload.ChunkedLayers.load_group waits",
                 "shard.States.reduce_unit waits",
             },
             [
