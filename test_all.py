@@ -1372,7 +1372,7 @@ def test_pipeline_that_hands_on_another_dtype_is_refused(tmp_path):
         "torch.compiler.set_stance('force_eager')"
     )
     said = run(f"--pp 2 --dtype bf16 --out {tmp_path}", 2, code, expect=1)
-    assert "layers hand on torch.float32, and stages torch.bfloat16" in said
+    assert "return torch.float32, but messages between stages are torch.bfloat16" in said
 
 
 def test_refused_optimizer(group):

@@ -79,4 +79,4 @@ def test_pipeline_order_is_torchs(stages, micro_batches, chunks):
             if one
         ]
         ours = pipeline.pipeline_order(stage, stages, chunks, micro_batches)
-        assert [(one.forward, one.micro_batch, one.chunk) for one in ours] == found
+        assert [(one.forward, one.micro_batch, one.virtual_stage) for one in ours] == found
