@@ -79,7 +79,7 @@ LINES = {line.partition("#")[0].strip(): parse(line) for line in CASES.strip().s
 NOT_JUDGED = {
     "bench.py": "it times kernels, and no case runs it",
     "measure.py": "it times kernels, and no case runs it",
-    "ranks.py over.wait": "a thread of the host sleeps",
+    "ranks.py finished.wait": "a thread of the host sleeps",
     "tensor.py self.barrier.wait": "threads of the host wait for each other",
     "attention.py torch.cuda.synchronize": "GPUs map each other's memory; a CPU has none",
     "pipeline.py torch.cuda.synchronize": "it separates two communicators of NCCL, and no accesses",
