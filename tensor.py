@@ -1,10 +1,10 @@
 """Tensor parallelism: neighbouring ranks share a layer's matrices, in InternEvo's three modes.
 
 The tp ranks of a tensor-parallel group each hold some heads and some MLP features of every layer.
-As in Megatron, two matrices in a row are split so that nothing is exchanged between them. The first
-one (qkv, gate_up) is split by rows: every rank computes its own heads or features. The second one
-(out, down) is split by columns: every rank multiplies what it has, and gets a summand of y. If f is
-what lies between them, attention or SwiGLU, and W_r is what rank r holds of W:
+As in Megatron, a pair of matrices is split so that nothing is exchanged between them. The first one
+(qkv, gate_up) is split by rows: every rank computes its own heads or features. The second one (out,
+down) is split by columns: every rank multiplies what it has, and gets a summand of y. If f is what
+lies between them, attention or SwiGLU, and W_r is what rank r holds of W:
 
     y = f(x W1^T) W2^T = sum over r of  f(x W1_r^T) W2_r^T
 
@@ -178,10 +178,10 @@ def tp_slice_of(matrix: Matrix, tp_rank: int, tp: int) -> TensorSlice:
     start = 0  # of a part in the whole matrix
     for size in sizes:
         if size % tp:
+            lines = "columns" if matrix.cut == "columns" else "rows"
             raise ValueError(
-                f"--tp {tp}: a matrix {rows} x {cols} cannot be split, because {tp} does not divide "
-                f"its {size} {'columns' if matrix.cut == 'columns' else 'rows'}; "
-                f"--tp {math.gcd(tp, *sizes)} can split it"
+                f"--tp {tp}: it does not divide {size} {lines} of a matrix {rows} x {cols}; "
+                f"--tp {math.gcd(tp, *sizes)} can split this matrix"
             )
         own = size // tp
         ranges.append((start + tp_rank * own, start + (tp_rank + 1) * own))
