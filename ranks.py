@@ -15,8 +15,8 @@ restarts all of them when one dies. This file settles what can go wrong between 
     patient_group()           a group that waits for a rank longer than --timeout
     with heartbeat(...):      if a rank is dead or unreachable, the remaining ranks name it and end
 
-A check that only some ranks pass would leave them in a collective that the remaining ranks never
-join. So every check goes through all_or_none:
+If a check fails on one rank only, the remaining ranks go on to a collective that this rank never
+joins. So a check that may do this goes through all_or_none:
 
     device = all_or_none(choose_device, cfg, local_rank)    # rank 5 has none: all ranks raise
 
