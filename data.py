@@ -1,22 +1,27 @@
-"""Which tokens come next? Text or token files as sequences, in an order that a seed decides.
+"""Read text or token files as sequences, in an order that only a seed decides.
 
-A corpus is one long row of tokens from one or many files. It is cut into windows of T + 1 tokens,
-of which the last is a label only, so windows overlap by one token. Training sequences are drawn
-without repetition: epoch e is a permutation that depends on (seed, e) alone. The i-th sample since
-step 0 is therefore known without any state, whatever ranks there are: a resumed run says how many
-samples it has seen, and goes on.
+A corpus is one long row of tokens from one or many files. It is cut into windows of T + 1 tokens.
+The last token of a window is a label only, so neighbouring windows overlap by one token. For T = 4:
+
+    tokens     0  1  2  3  4  5  6  7  8  9 ...
+    window 0   0  1  2  3  4                      inputs 0-3, labels 1-4
+    window 1               4  5  6  7  8          inputs 4-7, labels 5-8
+
+Training draws each window once per epoch. The order of epoch e is a permutation that depends on
+(seed, e) only. So sample i, counted since step 0, is known without any state and for any number of
+ranks: a resumed run needs only the number of samples that it has seen.
 
     corpus, val_corpus = open_corpus("stdlib")
     train, val = split(corpus, val_corpus, seq=256, seed=0)
     train.sample(0)                     # (T + 1,) int64: the first sample of step 0
 
-A token is a byte of text, or an id in a .bin file: uint16, as nanoGPT writes them, or as
-FILE.bin.json beside FILE.bin says, {"token_bytes": 4, "ignore": 0}: the width of an id, and one
-(padding, say) that is never a label. tokenise() writes such a pair from text.
+A token is a byte of text, or an id in a .bin file. Ids are uint16, as nanoGPT writes them, unless
+FILE.bin.json beside FILE.bin says something else: {"token_bytes": 4, "ignore": 0} means uint32, and
+that id 0 (padding, for example) is never a label. tokenise() writes such a pair from text.
 
 Left out: mixtures of corpora, packing that cuts no document, shuffling within a sequence.
 
-Legend: T tokens of a sequence, i a sample since step 0.
+Legend: T tokens per sequence, i the number of a sample since step 0.
 """
 
 import bisect
@@ -36,31 +41,32 @@ from pathlib import Path
 
 import numpy as np
 
-SCAN_TOKENS = 2**24  # that a rank checks at a time
-SEGMENT_CHARS = 2**17  # of text that is tokenised at once
+SCAN_TOKENS = 2**24  # tokens that check_tokens reads at a time
+SEGMENT_CHARS = 2**17  # characters of a segment of text for the tokenizer
 
 
 # ---------------------------------------------------------------------------- opening files safely
 #
-# A folder that somebody else prepared may hold anything. A FIFO blocks whoever opens it, a device
-# never ends, and a link may lead to a file that is nobody's business. These functions guard
-# checkpoints, imports, tokenizers, sidecars and what a run writes. Files of --data itself may be
-# links; find_files takes regular files only.
+# A folder that somebody else prepared may hold anything. Opening a FIFO blocks, reading a device
+# never ends, and a link may lead to a private file. These functions guard checkpoints, imports,
+# tokenizers, sidecars and the files that a run writes. Files of --data itself may be links, because
+# find_files takes only what is a regular file in the end.
 
 
 def regular(path: Path) -> Path:
-    """Return the path of a file to read. Raises OSError if something is there that is no regular
-    file: a FIFO would block, and a device would be read without end."""
+    """Return the path of a file to read, which need not exist. Raises OSError if the path is no
+    regular file: a FIFO would block, and a device would be read without end."""
     if path.exists() and not path.is_file():
         raise OSError(f"{path} is no regular file")
     return path
 
 
 def own_file(path: Path, folder: Path) -> Path:
-    """Return the path of a regular file to read that belongs to a folder. Raises OSError if it is a
-    link that leads out of the folder: an export copies such files, and would publish what the link
-    leads to. Links into `blobs` of a Hugging Face cache, of which `folder` is a snapshot, may be
-    followed:
+    """Return the path of a regular file to read that lies in `folder`.
+
+    Raises OSError if it is a link that leads out of the folder. An export copies such files, and
+    would publish the file that the link leads to. One kind of link is followed: if the folder is a
+    snapshot in a Hugging Face cache, its files are links into the cache's `blobs`:
 
         models--org--name/snapshots/REVISION/config.json -> ../../blobs/HASH
     """
@@ -73,16 +79,16 @@ def own_file(path: Path, folder: Path) -> Path:
 
 
 def own_or_absent(path: Path) -> Path:
-    """Return the path of a file of our own folder that is to be written. Raises OSError if it is a
-    link, which might lead out of the folder, or no regular file."""
+    """Return the path of a file that a run will write in its own folder. Raises OSError if a link
+    is there, which might lead out of the folder, or something that is no regular file."""
     if path.is_symlink():
-        raise OSError(f"{path} is a link, through which nothing is written; remove it")
+        raise OSError(f"{path} is a link, through which nothing is written. Remove the link")
     return regular(path)
 
 
 def open_to_append(path: Path):
-    """Open a file of our own folder to read and to append to; it is made if it is not there. Raises
-    OSError as own_or_absent does."""
+    """Open a file in a run's own folder, to read it and to append to it. If it does not exist, make
+    it. Raises OSError as own_or_absent does, also if a link appears after the check."""
 
     def without_links(name: str, flags: int) -> int:
         return os.open(name, flags | os.O_NOFOLLOW, 0o666)
@@ -91,8 +97,8 @@ def open_to_append(path: Path):
 
 
 def replace_file(path: Path, write: Callable[[Path], None]) -> None:
-    """Write a file of our own folder by write(path of a new file), which then takes the place of
-    `path`: readers see the old file or the new one, and no link is written through."""
+    """Replace a file at once: write(new_path) writes a new file in a fresh folder, which then takes
+    the place of `path`. Readers see the old file or the new one, and no link is written through."""
     folder = Path(tempfile.mkdtemp(dir=path.parent, prefix=".new-"))
     try:
         new = folder / path.name
@@ -103,7 +109,8 @@ def replace_file(path: Path, write: Callable[[Path], None]) -> None:
 
 
 def fresh_folder(path: Path) -> None:
-    """Make an empty folder. What was there goes; of a link only the link goes. Raises OSError."""
+    """Make an empty folder, and delete what was there. Of a link, only the link is deleted. Raises
+    OSError."""
     if path.is_symlink() or path.is_file():
         path.unlink()
     elif path.exists():
@@ -115,17 +122,18 @@ def fresh_folder(path: Path) -> None:
 
 
 class Corpus:
-    """Tokens of one or many files as one long sequence, read where and when they are asked for."""
+    """The tokens of one or many files as one long row. Nothing stays in memory: read() reads the
+    files."""
 
     def __init__(self, files: list[Path], dtype: np.dtype, ignored_id: int):
-        """dtype: uint8 for text. ignored_id: never a label; -1: none. Raises OSError or ValueError
-        if a file is unreadable or torn."""
+        """dtype: of a token; uint8 for text. ignored_id: an id that is never a label; -1 if there
+        is none. Raises OSError if a file cannot be read, ValueError if it ends within a token."""
         self.files = files
         self.dtype = dtype
         self.ignored_id = ignored_id
-        self.bounds = [0]  # where each file begins, in tokens, and the end
+        self.bounds = [0]  # the first token of each file, and the end of the last one
         for file in files:
-            with open(file, "rb") as handle:  # an unreadable one fails before any work
+            with open(file, "rb") as handle:  # a file that cannot be read fails before any work
                 count, rest = divmod(handle.seek(0, os.SEEK_END), dtype.itemsize)
             if rest:
                 raise ValueError(
@@ -143,7 +151,7 @@ class Corpus:
         while start < stop:
             begin, end = self.bounds[i : i + 2]
             count = min(stop, end) - start
-            # read, not mapped: what is mapped and then cut ends the process
+            # Not a memory map: if a mapped file becomes shorter, a signal kills the process
             tokens = np.fromfile(
                 self.files[i], self.dtype, count, offset=(start - begin) * self.dtype.itemsize
             )
@@ -159,30 +167,37 @@ class Corpus:
 
 
 def find_files(data: str) -> tuple[list[Path], list[Path]]:
-    """Return the files of --data, of a folder the .bin files if there are any; and its val.bin, if
-    there is one. Raises ValueError."""
-    root = Path(data)
-    found = [root, *root.rglob("*")]
+    """Return the files of --data, sorted, and a list with its val.bin, if it has one.
+
+    data: a file, a folder, or "stdlib" for the sources of Python's standard library. If there are
+    .bin files in a folder, they are taken and the other files are not. Hidden files and folders are
+    left out. Raises ValueError if there are no files.
+    """
     if data == "stdlib":
         root = Path(sysconfig.get_path("stdlib"))
         found = [*root.glob("*.py")]
-        for package in sys.stdlib_module_names:  # not what is installed beside them
+        for package in sys.stdlib_module_names:  # leaves out site-packages
             found += (root / package).rglob("*.py")
-    files = sorted(
-        f
-        for f in found  # but hidden ones
-        if f.is_file() and not re.search(r"(^|/)\.[^/]", str(f.relative_to(root)))
-    )
+    else:
+        root = Path(data)
+        found = [root, *root.rglob("*")]
+
+    def is_hidden(file: Path) -> bool:
+        return re.search(r"(^|/)\.[^/]", str(file.relative_to(root))) is not None
+
+    files = sorted(file for file in found if file.is_file() and not is_hidden(file))
     if not (data and files):
         raise ValueError(f"--data {data}: no such file or folder, or no files in it")
-    binary = [f for f in files if f.suffix == ".bin"]
-    val = [f for f in files if f == root / "val.bin"]
-    return [f for f in binary or files if f not in val], val
+
+    val = [file for file in files if file == root / "val.bin"]
+    binary = [file for file in files if file.suffix == ".bin"]
+    train = [file for file in binary or files if file not in val]
+    return train, val
 
 
 def open_corpus(data: str) -> tuple[Corpus, Corpus | None]:
-    """Return the corpus of --data, and a validation corpus of its own if the folder has a val.bin.
-    Raises OSError or ValueError."""
+    """Return the corpus of --data, and the validation corpus if --data has a val.bin. Raises
+    OSError or ValueError."""
     train, val = find_files(data)
     formats = {id_format(file) for file in train + val}
     if len(formats) > 1:
@@ -190,22 +205,26 @@ def open_corpus(data: str) -> tuple[Corpus, Corpus | None]:
             f"--data {data}: its .bin files hold ids of {formats} (type, ignored id): "
             "let FILE.bin.json beside each say the same"
         )
-    (format,) = formats
-    return Corpus(train, *format), Corpus(val, *format) if val else None
+    dtype, ignored_id = formats.pop()
+    val_corpus = Corpus(val, dtype, ignored_id) if val else None
+    return Corpus(train, dtype, ignored_id), val_corpus
 
 
 def id_format(file: Path) -> tuple[np.dtype, int]:
-    """Return the type of a file's tokens, and the id that is never a label: of a .bin file what
-    FILE.json says, else uint16 and -1 (none). Raises ValueError."""
+    """Return the type of a file's tokens, and the id that is never a label (-1: none).
+
+    A .bin file has what FILE.bin.json says, and uint16 without it. Any other file is read as bytes.
+    Raises ValueError if FILE.bin.json says something else than a width and an id.
+    """
     if file.suffix != ".bin":
         return np.dtype("u1"), -1
     sidecar = Path(f"{file}.json")
     try:
-        said = json.loads(regular(sidecar).read_text())
-        return np.dtype(f"<u{said['token_bytes']}"), int(said.get("ignore", -1))
+        fields = json.loads(regular(sidecar).read_text())
+        return np.dtype(f"<u{fields['token_bytes']}"), int(fields.get("ignore", -1))
     except FileNotFoundError:
         return np.dtype("<u2"), -1
-    except Exception as e:  # whatever it says instead
+    except Exception as e:  # the file may hold anything
         raise ValueError(
             f'--data: {sidecar} is not of the form {{"token_bytes": 2 or 4, "ignore": '
             f"ID}}: {type(e).__name__}: {e}"
@@ -214,29 +233,33 @@ def id_format(file: Path) -> tuple[np.dtype, int]:
 
 @functools.lru_cache(1)
 def epoch_order(seed: int, epoch: int, count: int) -> np.ndarray:
-    """Return the order of an epoch's windows, of which a run needs one at a time."""
+    """Return the order of windows in an epoch, a permutation of 0 ... count - 1. One is cached,
+    because a run needs one epoch at a time."""
     return np.random.default_rng((seed, epoch)).permutation(count)
 
 
 @dataclass(frozen=True)
 class Sequences:
-    """Windows of T + `ahead` tokens (those past T are labels only) of a part of a corpus; fewer at
-    its end."""
+    """Windows of a part of a corpus, for training or for validation.
+
+    A window has T + `ahead` tokens; the last `ahead` ones are labels only. The last window of a
+    corpus may have fewer of these.
+    """
 
     corpus: Corpus
-    first: int  # the token where the part begins
-    count: int  # windows in it
-    seq: int
+    first: int  # the first token of the part
+    count: int  # windows in the part
+    seq: int  # T
     seed: int
-    ahead: int = 1  # labels of each token: the next token, or the n that follow it
+    ahead: int = 1  # labels per token: 1, the next token; n, the n tokens that follow it
 
     def window(self, i: int) -> np.ndarray:
-        """Return the i-th window (T + ahead,) in the order of the corpus."""
+        """Return window i (T + ahead,), in the order of the corpus."""
         start = self.first + i * self.seq
         return self.corpus.read(start, min(start + self.seq + self.ahead, len(self.corpus)))
 
     def sample(self, i: int) -> np.ndarray:
-        """Return the i-th sample (T + ahead,) since step 0: every epoch is a permutation."""
+        """Return sample i (T + ahead,), counted since step 0. Each epoch has each window once."""
         epoch, position = divmod(i, self.count)
         return self.window(epoch_order(self.seed, epoch, self.count)[position])
 
@@ -244,44 +267,54 @@ class Sequences:
 def split(
     corpus: Corpus, val: Corpus | None, seq: int, seed: int, ahead: int = 1
 ) -> tuple[Sequences, Sequences]:
-    """Return training and validation sequences; these are a twentieth from the end, at least one,
-    where there is no val. Raises ValueError with the longest legal --seq."""
-    longest = min(len(corpus), len(val)) - 1 if val is not None else (len(corpus) - 1) // 2
-    if seq > longest:
-        beside = "" if val is None else f", its val.bin {len(val)}"
-        raise ValueError(
-            f"--seq {seq}: the data has {len(corpus)} tokens{beside}, too few for "
-            f"training and validation; the longest that fits is --seq "
-            f"{max(0, longest)}"
-        )
-    count = (len(corpus) - 1) // seq
-    if val is not None:
-        held_out = Sequences(val, 0, (len(val) - 1) // seq, seq, seed, ahead)
+    """Return training and validation sequences.
+
+    The validation sequences are those of `val`. If it is None, they are the last twentieth of the
+    corpus' windows, and at least one window. Raises ValueError if the data are too few for --seq,
+    with the longest --seq that fits.
+    """
+    if val is None:
+        longest = (len(corpus) - 1) // 2  # one window each
+        val_tokens = ""
     else:
-        last = max(1, count // 20)
-        count -= last
-        held_out = Sequences(corpus, count * seq, last, seq, seed, ahead)
-    return Sequences(corpus, 0, count, seq, seed, ahead), held_out
+        longest = min(len(corpus), len(val)) - 1
+        val_tokens = f", its val.bin {len(val)}"
+    if seq > longest:
+        raise ValueError(
+            f"--seq {seq}: the data has {len(corpus)} tokens{val_tokens}, too few for training and "
+            f"validation; the longest that fits is --seq {max(0, longest)}"
+        )
+
+    windows = (len(corpus) - 1) // seq
+    if val is None:
+        val_windows = max(1, windows // 20)
+        windows -= val_windows
+        train = Sequences(corpus, 0, windows, seq, seed, ahead)
+        return train, Sequences(corpus, windows * seq, val_windows, seq, seed, ahead)
+    train = Sequences(corpus, 0, windows, seq, seed, ahead)
+    return train, Sequences(val, 0, (len(val) - 1) // seq, seq, seed, ahead)
 
 
 def check_tokens(corpora: list[Corpus], vocab: int, rank: int, world: int) -> None:
-    """Raise ValueError if an id has no row in the embedding. Each rank scans its share."""
+    """Raise ValueError if a token has no row in the embedding. Each of `world` ranks reads every
+    world-th block of SCAN_TOKENS tokens."""
     for corpus in corpora:
-        if vocab > np.iinfo(corpus.dtype).max:
+        if vocab > np.iinfo(corpus.dtype).max:  # no token of this type can be too large
             continue
         for start in range(rank * SCAN_TOKENS, len(corpus), world * SCAN_TOKENS):
             tokens = corpus.read(start, min(start + SCAN_TOKENS, len(corpus)))
             largest = tokens.argmax()
             if tokens[largest] >= vocab:
                 raise ValueError(
-                    f"--data: token {start + largest} is {tokens[largest]}, the model's vocabulary "
-                    f"ends at {vocab - 1}; take another model or tokenizer, or another token_bytes "
-                    "in FILE.bin.json"
+                    f"--data: token {start + largest} is {tokens[largest]}, but the model's "
+                    f"vocabulary ends at {vocab - 1}; use another model or tokenizer, or another "
+                    "token_bytes in FILE.bin.json"
                 )
 
 
 def fingerprint(corpora: list[Corpus]) -> dict[str, int]:
-    """Return what changes when data files come, go, or have another name or size."""
+    """Return the number of data files, and a checksum of their names and sizes. train.py
+    compares them between ranks, and with those of a checkpoint that a run resumes."""
     files = [(file.name, file.stat().st_size) for corpus in corpora for file in corpus.files]
     return {"files": len(files), "crc32": zlib.crc32(repr(files).encode())}
 
@@ -290,14 +323,19 @@ def fingerprint(corpora: list[Corpus]) -> dict[str, int]:
 
 
 def tokenise(data: str, folder: str, cache: Path) -> tuple[str, int]:
-    """Return the .bin file of the tokens of --data by the tokenizer of a Hugging Face folder,
-    written in `cache` if no earlier run did, and the id that comes after each file; the data and -1
-    if they are ids already. Its name follows from names, sizes and times of the files, and from
-    the tokenizer. Raises ValueError or OSError; then nothing is left in `cache`.
+    """Tokenise the text files of --data into one .bin file in the folder `cache`. Returns its path,
+    and the id that follows each text file (the tokenizer's end of a sequence). If --data has .bin
+    files already, returns --data and -1.
 
-    Text is read in segments that are cut after a line (a line longer than SEGMENT_CHARS anywhere),
-    so files may be larger than memory. No token spans a cut: a run of blank lines there becomes two
-    tokens, and a tokenizer that begins each text with a space begins each segment with one.
+    folder: a Hugging Face folder with tokenizer.json and tokenizer_config.json. The name of the
+    .bin file is a checksum of the tokenizer and of the text files' names, sizes and times, so a
+    later run with the same ones finds it. Raises ValueError or OSError; then no new file is left in
+    `cache`.
+
+    Files may be larger than memory, because text is read in segments. A segment ends with a line,
+    or anywhere in a line that is longer than SEGMENT_CHARS. No token spans two segments. So a run
+    of blank lines may become two tokens there, and a tokenizer that puts a space before each text
+    puts one before each segment.
     """
     from tokenizers import Tokenizer
     from tqdm import tqdm
@@ -309,46 +347,51 @@ def tokenise(data: str, folder: str, cache: Path) -> tuple[str, int]:
         root = Path(folder)
         tokenizer = Tokenizer.from_file(str(own_file(root / "tokenizer.json", root)))
         config = json.loads(own_file(root / "tokenizer_config.json", root).read_text())
-        name = config["eos_token"]
-        end = tokenizer.get_vocab()[name["content"] if isinstance(name, dict) else name]
-    except Exception as e:  # the library raises nothing narrower
+        eos_token = config["eos_token"]
+        if isinstance(eos_token, dict):
+            eos_token = eos_token["content"]
+        end = tokenizer.get_vocab()[eos_token]
+    except Exception as e:  # the library raises no narrower class
         raise ValueError(
-            f"--tokenizer {folder}: no tokenizer.json that can be read, with the "
+            f"--tokenizer {folder}: the folder has no tokenizer.json that can be read, with the "
             f"eos_token of tokenizer_config.json: {type(e).__name__}: {e}"
         ) from e
-    tokenizer.no_truncation()  # which some files ask for
+    tokenizer.no_truncation()  # some tokenizer.json files ask for it
     tokenizer.no_padding()
+
     stats = [(str(f), f.stat().st_size, f.stat().st_mtime_ns) for f in files]
     key = repr((tokenizer.to_str(), end, stats))
     path = cache / f"{zlib.crc32(key.encode()):08x}.bin"
     if path.exists():
         return str(path), end
+
     if cache.is_symlink():
-        raise OSError(f"{cache} is a link, through which nothing is written; remove it")
+        raise OSError(f"{cache} is a link, through which nothing is written. Remove the link")
     cache.mkdir(parents=True, exist_ok=True)
     writing = cache / f"{path.name}.{os.getpid()}.tmp"
-    writing.unlink(missing_ok=True)  # of a process of the same number, that was killed
+    writing.unlink(missing_ok=True)  # of a killed process with the same number
     segments = read_segments(files)
     size = sum(size for _, size, _ in stats)
     progress = tqdm(total=size, unit="B", unit_scale=True, mininterval=2)
     try:
         with progress, open(writing, "xb") as out:
-            while batch := list(itertools.islice(segments, 64)):  # for threads to share
+            while batch := list(itertools.islice(segments, 64)):  # threads share a batch
                 encoded = tokenizer.encode_batch_fast(batch, add_special_tokens=False)
+                # an empty segment stands for the end of a file
                 rows = [e.ids if text else [end] for text, e in zip(batch, encoded)]
                 np.concatenate(rows).astype("<u4").tofile(out)
                 progress.update(sum(len(text.encode()) for text in batch))
         sidecar = Path(f"{path}.json")
         replace_file(sidecar, lambda new: new.write_text('{"token_bytes": 4}\n'))
-        os.replace(writing, path)  # whoever finds it finds all of it
+        os.replace(writing, path)  # last, so that a file of this name is always complete
     finally:
         writing.unlink(missing_ok=True)
     return str(path), end
 
 
 def read_segments(files: list[Path]) -> Iterator[str]:
-    """Yield the text of files in segments that end with a line, and after each file an empty one.
-    Raises ValueError if a file is not text."""
+    """Yield the text of files in segments that end with a line, and an empty segment after each
+    file. A line longer than SEGMENT_CHARS is cut. Raises ValueError if a file is not UTF-8 text."""
     for file in files:
         try:
             with open(file, encoding="utf-8", newline="") as text:
@@ -356,7 +399,7 @@ def read_segments(files: list[Path]) -> Iterator[str]:
                     yield segment + text.readline(SEGMENT_CHARS)
         except UnicodeDecodeError as e:
             raise ValueError(
-                f"--data: {file} is not UTF-8 text: {e}; without --tokenizer any file "
-                "is read as bytes"
+                f"--data: {file} is not UTF-8 text: {e}. Without --tokenizer, any file is read as "
+                "bytes"
             ) from None
         yield ""

@@ -1,14 +1,21 @@
-"""Pipeline parallelism: a step is an order of passes, and a loop over messages between stages.
+"""Pipeline parallelism: stages run passes in a fixed order, and send messages to each other.
 
-P stages have V parts of the model each: part c of P*V, layers [c*L/(P*V), (c+1)*L/(P*V)),
-lies on stage c mod P, so with V > 1 a sequence goes round the stages V times (InternEvo's
-num_chunks). The embedding is on the first stage, the head on the last. A step is M micro-batches. A
-*pass* takes one of them through one part, forward or back. The ranks of a stage shard states and
-sequences among themselves as if they were alone.
+The model's layers lie on P stages. A stage is a group of ranks, which share model states and
+sequences among themselves as if there were no other stage. The embedding is on the first stage, the
+head on the last.
 
-`pipeline_order` says a stage's passes: some forward, then one forward and one backward in turn
-(1F1B), then the backwards that are left. Here 0 is the first micro-batch's forward, aa its
-backward:
+With --pp-chunks V, each stage has V *virtual stages* (Megatron's interleaving; InternEvo's
+num_chunks). A virtual stage is a range of layers, and its number is 0 ... V-1 on its stage. A
+sequence then goes round the stages V times. Example: 8 layers, P = 2, V = 2.
+
+    stage 0    virtual stage 0: embedding, layers 0-1    virtual stage 1: layers 4-5
+    stage 1    virtual stage 0: layers 2-3               virtual stage 1: layers 6-7, head
+
+A step has M micro-batches. A *pass* takes one micro-batch through one virtual stage, forward or
+backward. `pipeline_order` lists the passes of a stage: first some forward passes (the warm-up),
+then one forward and one backward pass in turn (1F1B), then the backward passes that are left. Time
+goes to the right. 0 is the forward pass of micro-batch 0; aa is its backward pass, which takes
+twice as long; dots are idle time:
 
               P = 4, M = 4            P = 4, M = 4, V = 2
     stage 0   0123......aa.bb.cc.dd   01230123......aa.bb.cc.ddaabbccdd
@@ -16,32 +23,31 @@ backward:
     stage 2   ..01..aa2bb3cc.dd....   ..0123012.aa3bb.cc.ddaabbccdd....
     stage 3   ...0aa1bb2cc3dd......   ...01230aa1bb2cc3ddaabbccdd......
 
-    idle / total = (P - 1) / (V*M + P - 1),    of passes that all take as long
+    idle / total = (P - 1) / (V*M + P - 1),    if all virtual stages take equally long
 
-so V makes small what P and M leave.
+So a larger V makes the idle time smaller, as a larger M does.
 
-What a pass hands to the next stage is a message on a communicator of its kind, and so on a stream
-of its own: forward messages travel under backward passes, and back. On GPUs the host waits for
-none.
+A forward pass sends activations x to the next stage, and a backward pass sends their gradient dx to
+the stage before. Each pair of neighbouring stages has one communicator for x and one for dx, and
+each communicator has a stream of its own. So forward messages travel under backward passes, and
+backward messages under forward passes. On GPUs only compute waits for a message; the host does not.
 
-    message         launched                            hidden under     waited for
-    x, forward      to send: behind its pass            the next passes  when the link's next
-                                                                         message but one is sent
-                    to receive: before the pass that    that pass        before its own pass
-                    comes before its own
-    dx, backward    likewise                            likewise         likewise
+    a message is    launched                            hidden under      waited for
+    sent            after the pass that computes it     the next passes   when the link has launched
+                                                                          two more messages
+    received        before the pass that precedes       that pass         before the pass that
+                    the one that needs it                                 needs it
 
-`--overlap` without `pipeline` receives a message when its pass is due.
+Without `pipeline` in --overlap, receiving is launched right before the pass that needs the message.
 
-Left out: passes for weights' gradients alone (zero bubble), which keep what long sequences have no
-room for; embedding and head by columns of the vocabulary.
+Left out: separate passes for the gradients of weights (zero bubble), which need more memory than
+long sequences leave; embedding and head split along the vocabulary.
 
-Legend: P stages, V parts of the model on a stage, c one of all P*V parts, L layers, M
-micro-batches, B sequences of one, n tokens of a sequence that lie on a rank, C width.
+Legend: P stages, V virtual stages per stage, L layers, M micro-batches per step, B sequences per
+micro-batch, n tokens per sequence on a rank, C width.
 """
 
 import functools
-import itertools
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -59,118 +65,173 @@ from ranks import ConfigError, Groups, first_error
 
 @dataclass(frozen=True)
 class Pass:
-    """One micro-batch's way through one part of the model."""
+    """One micro-batch goes through one virtual stage, forward or backward."""
 
     forward: bool
     micro_batch: int
-    chunk: int  # 0 ... V-1: which of the stage's parts
+    virtual_stage: int  # 0 ... V-1
 
 
-def no_order(stages: int, chunks: int, micro_batches: int) -> str | None:
-    """Return why there is no order of passes, None if there is one: several parts on a stage take
-    turns by `stages` micro-batches."""
-    if chunks == 1 or micro_batches % stages == 0:
+def why_no_order(stages: int, virtual_stages: int, micro_batches: int) -> str | None:
+    """Return why these numbers have no order of passes, or None if they have one.
+    virtual_stages: V, on each stage."""
+    if virtual_stages == 1 or micro_batches % stages == 0:
         return None
     return (
-        f"{micro_batches} micro-batches are no multiple of {stages} stages, by which parts of "
-        "a stage take turns"
+        f"{micro_batches} micro-batches are no multiple of {stages} stages, and the virtual stages "
+        f"of a stage take turns every {stages} micro-batches"
     )
 
 
-def pipeline_order(stage: int, stages: int, chunks: int, micro_batches: int) -> list[Pass]:
-    """Return a stage's passes of a step. With several parts on a stage `stages` micro-batches go
-    through one before they go through the next (Megatron's order)."""
-    assert no_order(stages, chunks, micro_batches) is None
-    turns = [
-        (micro_batch, chunk)
-        for first in range(0, micro_batches, stages)
-        for chunk in range(chunks)
-        for micro_batch in range(micro_batches)[first : first + stages]
+def pipeline_order(stage: int, stages: int, virtual_stages: int, micro_batches: int) -> list[Pass]:
+    """Return the passes of a stage in a step, in order.
+
+    If V > 1, P micro-batches go through virtual stage 0, then the same ones through virtual stage
+    1, and so on; then the next P micro-batches (Megatron's order). Backward passes visit the
+    virtual stages in reverse.
+    """
+    assert why_no_order(stages, virtual_stages, micro_batches) is None
+    turns = []  # (micro-batch, virtual stage) of each forward pass
+    for first in range(0, micro_batches, stages):
+        group = range(first, min(first + stages, micro_batches))
+        for virtual_stage in range(virtual_stages):
+            turns += [(micro_batch, virtual_stage) for micro_batch in group]
+    forward = [Pass(True, micro_batch, v) for micro_batch, v in turns]
+    backward = [Pass(False, micro_batch, virtual_stages - 1 - v) for micro_batch, v in turns]
+
+    # Forward passes before the first pair, of stage s (as in Megatron):
+    #     V = 1:   P - 1 - s                     one per later stage
+    #     V > 1:   (V - 1) P + 2 (P - 1 - s)     P micro-batches through all virtual stages but the
+    #                                            last one, and two per later stage
+    # So on the last stage, micro-batch 0 goes backward as soon as it is through the last virtual
+    # stage.
+    stages_after = stages - 1 - stage
+    if virtual_stages == 1:
+        warm_up = stages_after
+    else:
+        warm_up = (virtual_stages - 1) * stages + 2 * stages_after
+    warm_up = min(warm_up, len(turns))
+
+    order = forward[:warm_up]
+    for one_forward, one_backward in zip(forward[warm_up:], backward):
+        order += [one_forward, one_backward]
+    order += backward[len(turns) - warm_up :]
+    return order
+
+
+def max_in_flight(order: list[Pass], virtual_stage: int) -> int:
+    """Return the most micro-batches that have gone forward through a virtual stage and wait for
+    their backward pass there."""
+    waiting = most = 0
+    for one in order:
+        if one.virtual_stage == virtual_stage:
+            waiting += 1 if one.forward else -1
+            most = max(most, waiting)
+    return most
+
+
+# ---------------------------------------------------------------------------- layers of a stage
+
+
+def keep_stage(model: LLaMA, stage: int, stages: int, virtual_stages: int) -> list[range]:
+    """Remove from a model what lies on other stages. Returns the layers of each virtual stage; the
+    lengths of any two differ by at most one layer."""
+    layers = model.cfg.layers
+    count = stages * virtual_stages  # ranges of layers on all stages together
+    kept = [
+        range(i * layers // count, (i + 1) * layers // count) for i in range(stage, count, stages)
     ]
-    forward = [Pass(True, *turn) for turn in turns]
-    backward = [Pass(False, micro_batch, chunks - 1 - chunk) for micro_batch, chunk in turns]
-    # a micro-batch's backward begins when it is through the last part, on the last stage at once;
-    # an earlier one runs a forward more for each stage behind it, two if several parts take turns
-    behind = stages - 1 - stage
-    first = behind if chunks == 1 else (chunks - 1) * stages + 2 * behind
-    first = min(first, len(turns))
-    in_turn = itertools.chain(*zip(forward[first:], backward))
-    return [*forward[:first], *in_turn, *backward[len(turns) - first :]]
-
-
-def in_flight(order: list[Pass], chunk: int) -> int:
-    """Return the most passes of a part that wait for their backward at a time."""
-    return max(
-        itertools.accumulate(1 if this.forward else -1 for this in order if this.chunk == chunk)
-    )
-
-
-# ---------------------------------------------------------------------------- parts of the model
-
-
-def keep_stage(model: LLaMA, stage: int, stages: int, chunks: int) -> list[range]:
-    """Leave of a model what lies on a stage. Returns the layers of its parts, which differ by one
-    at most."""
-    layers, count = model.cfg.layers, stages * chunks
-    parts = [
-        range(part * layers // count, (part + 1) * layers // count)
-        for part in range(stage, count, stages)
-    ]
-    for i in set(range(layers)).difference(*parts):
-        model.blocks[i] = nn.Module()  # elsewhere; those here keep their numbers and names
+    for i in set(range(layers)).difference(*kept):
+        model.blocks[i] = nn.Module()  # empty, so that the other layers keep their numbers
     if stage > 0:
         model.embed = None
     if stage < stages - 1:
-        model.norm = model.head = None
-    return parts
+        model.norm = None
+        model.head = None
+    return kept
 
 
 # ---------------------------------------------------------------------------- messages
 
 
 class Link:
-    """Messages from one stage to another, in order, each behind what compute has to do so far: on
-    the stream that NCCL has for their communicator, or on gloo's threads. The wait() of what is
-    launched lets compute wait, with gloo the host."""
+    """Messages of one kind, x or dx, between this stage and a neighbour, in order.
+
+    A message starts when compute has run what was enqueued before. It travels on the stream that
+    NCCL has for the link's communicator, or on gloo's threads. `wait()` of a launched message lets
+    compute wait for it; with gloo it lets the host wait.
+    """
 
     def __init__(self, group: dist.ProcessGroup):
-        self.group = group
-        self.leaving = deque()  # tensors, which live until they are there, and their works
+        self.group = group  # this rank and its partner
+        self.sending = deque()  # (tensor, work): the tensor has to live until it is sent
 
-    def launch(self, way: Callable, x: Tensor) -> dist.Work:
-        """Launch the way of a tensor, dist.isend or dist.irecv, as a batch of one: it takes the
-        group's communicator, where without a batch NCCL makes another one, amid a step."""
-        message = dist.P2POp(way, x, group=self.group, group_peer=1 - self.group.rank())
+    def launch(self, operation: Callable, x: Tensor) -> dist.Work:
+        """Launch dist.isend or dist.irecv of x.
+
+        It is launched as a batch of one, because a batch uses the group's communicator. Without a
+        batch, NCCL would make another communicator in the middle of a step.
+        """
+        message = dist.P2POp(operation, x, group=self.group, group_peer=1 - self.group.rank())
         return dist.batch_isend_irecv([message])[0]
 
     def send(self, x: Tensor) -> None:
-        """Launch the way of a tensor. Two may be under way: more would take memory."""
+        """Launch sending x. Two messages may be under way; more would take memory."""
         x = x.contiguous()
-        self.leaving.append((x, self.launch(dist.isend, x)))
-        self.finish(2)  # hidden by the passes since: it was received under them
+        self.sending.append((x, self.launch(dist.isend, x)))
+        self.finish(2)  # for the message before these two, hidden by the passes since then
 
     def finish(self, under_way: int = 0) -> None:
-        """Let compute wait for what leaves, but so many messages."""
-        while len(self.leaving) > under_way:
-            _, work = self.leaving.popleft()
+        """Let compute wait until at most `under_way` of the messages that were sent are left."""
+        while len(self.sending) > under_way:
+            _, work = self.sending.popleft()
             work.wait()
 
 
-def make_links(groups: Groups, chunks: int) -> dict[tuple, Link]:
-    """Return this stage's links by (their messages go forward, they leave from here). Each pair of
-    stages and direction has a communicator of its own: none waits for another's messages. A
-    collective of all ranks."""
-    links = {}
-    for source in range(groups.pp if chunks > 1 else groups.pp - 1):
-        target = (source + 1) % groups.pp  # of forward messages; backward ones go the other way
+@dataclass
+class Links:
+    """A stage's links to its neighbours. None: it has no such neighbour."""
 
-        def key(stage, r, tp_rank):
-            return r, tp_rank, source if stage == target else stage
+    x_in: Link | None = None  # from the stage before
+    x_out: Link | None = None  # to the stage after
+    dx_in: Link | None = None  # from the stage after
+    dx_out: Link | None = None  # to the stage before
 
-        for forward, begin in ((True, source), (False, target)):
-            group = groups.by_position(f"messages {forward} {source}", key)
-            if groups.stage in (source, target):
-                links[forward, groups.stage == begin] = Link(group)
+    def incoming(self, forward: bool) -> Link:
+        return self.x_in if forward else self.dx_in
+
+    def outgoing(self, forward: bool) -> Link:
+        return self.x_out if forward else self.dx_out
+
+    def finish(self) -> None:
+        """Let compute wait until all messages of this stage are sent."""
+        for link in (self.x_out, self.dx_out):
+            if link:
+                link.finish()
+
+
+def make_links(groups: Groups, virtual_stages: int) -> Links:
+    """Make this stage's links. Each pair of neighbours has a communicator for x and another one for
+    dx, so that no message waits for those of another link. A collective of all ranks.
+
+    If V > 1, the stage after the last one is the first one.
+    """
+    links = Links()
+    pairs = groups.pp if virtual_stages > 1 else groups.pp - 1
+    for before in range(pairs):
+        after = (before + 1) % groups.pp
+
+        def pair_of(stage, r, tp_rank):  # ranks of one pair have the same key
+            return r, tp_rank, (before if stage == after else stage)
+
+        for_x = groups.by_position(f"x from stage {before}", pair_of)
+        for_dx = groups.by_position(f"dx to stage {before}", pair_of)
+        if groups.stage == before:
+            links.x_out = Link(for_x)
+            links.dx_in = Link(for_dx)
+        if groups.stage == after:
+            links.x_in = Link(for_x)
+            links.dx_out = Link(for_dx)
     return links
 
 
@@ -179,112 +240,154 @@ def make_links(groups: Groups, chunks: int) -> dict[tuple, Link]:
 
 @dataclass(eq=False, repr=False)
 class Pipeline:
-    """A stage of a model, which runs a step's passes: as LLaMA, it has forward_backward, and a call
-    evaluates. Making one is a collective of all ranks."""
+    """One stage of a model. It trains and evaluates by the same two calls as a LLaMA:
+    forward_backward(micro_batches), and pipeline(*micro_batch). Making one is a collective of all
+    ranks."""
 
-    model: LLaMA  # of which `keep_stage` has left `parts`
-    parts: list[range]
-    layer_runners: list  # of each part: model.run_blocks, offload.ChunkedLayers.start ...
+    model: LLaMA  # after keep_stage
+    virtual_stages: list[range]  # the layers of each, from keep_stage
+    layer_runners: list  # of each virtual stage: model.run_blocks, offload.ChunkedLayers.start ...
     groups: Groups
     order: list[Pass]  # of a step
     device: torch.device
     dtype: torch.dtype  # of activations
-    overlap: bool = True  # messages are received ahead
+    overlap: bool = True  # receive a message one pass ahead
 
     def __post_init__(self):
-        self.first = 0 if self.model.embed else None  # which of its parts is the model's first ...
-        self.last = len(self.parts) - 1 if self.model.head else None  # ... and last
-        self.links = make_links(self.groups, len(self.parts))
-        self.root = torch.zeros((), device=self.device, requires_grad=True)  # of all graphs
+        self.links = make_links(self.groups, len(self.virtual_stages))
+        # run_detached wants a tensor that requires gradients, so that autograd makes a graph
+        self.root = torch.zeros((), device=self.device, requires_grad=True)
 
-    def between_layers(self, micro_batch: tuple) -> Tensor:
-        """Return room for what travels, (B, n, C)."""
+    def has_embedding(self, virtual_stage: int) -> bool:
+        """Return whether this is the first virtual stage of the model: tokens go in."""
+        return self.model.embed is not None and virtual_stage == 0
+
+    def has_head(self, virtual_stage: int) -> bool:
+        """Return whether this is the last virtual stage of the model: the loss comes out."""
+        return self.model.head is not None and virtual_stage == len(self.virtual_stages) - 1
+
+    def empty_message(self, micro_batch: tuple) -> Tensor:
+        """Return an uninitialised tensor like x and dx between stages, (B, n, C)."""
         tokens, *_ = micro_batch
         return torch.empty(*tokens.shape, self.model.cfg.dim, dtype=self.dtype, device=self.device)
 
-    def receive(self, micro_batch: tuple, this: Pass) -> tuple:
-        """Launch the way here of what a pass needs. Returns what lets compute wait for it, and it;
-        None: nothing comes."""
-        if this.chunk == (self.first if this.forward else self.last):
+    def post_receive(
+        self, one: Pass, micro_batch: tuple
+    ) -> tuple[dist.Work, Tensor] | tuple[None, None]:
+        """Launch receiving the message that a pass needs. Returns the work to wait for, and the
+        tensor that will hold the message; (None, None) if the pass needs no message, because it
+        starts from tokens or from the loss."""
+        if one.forward:
+            needs_none = self.has_embedding(one.virtual_stage)
+        else:
+            needs_none = self.has_head(one.virtual_stage)
+        if needs_none:
             return None, None
-        x = self.between_layers(micro_batch)
-        return self.links[this.forward, False].launch(dist.irecv, x), x
+        x = self.empty_message(micro_batch)
+        return self.links.incoming(one.forward).launch(dist.irecv, x), x
 
-    def run_part(
-        self, chunk: int, micro_batch: tuple, per_token: bool, x: Tensor | None = None
+    def run_virtual_stage(
+        self, virtual_stage: int, micro_batch: tuple, per_token: bool, x: Tensor | None = None
     ) -> Tensor:
-        """Return the result of a part's layers, (B, n, C), on x like it; None: on the embedding's
-        of the tokens. Of the model's last part, its loss; per_token: of each token."""
+        """Run the layers of a virtual stage on x (B, n, C). Returns their result (B, n, C). x is
+        None if the virtual stage has the embedding. If it has the head, it returns the loss
+        instead; with per_token, the loss of each token."""
         tokens, labels, scale, positions, *documents = micro_batch
-        own = self.model.select_tp_tokens(positions)
+        positions_of_x = self.model.select_tp_tokens(positions)
         if x is None:
-            x = self.model.embed_tokens(tokens, own)
-        y = self.model.run_layers(
-            self.parts[chunk], self.layer_runners[chunk], x, positions, *documents
-        )
-        return self.model.apply_head(y, labels, scale, per_token, own) if chunk == self.last else y
+            x = self.model.embed_tokens(tokens, positions_of_x)
+        layers = self.virtual_stages[virtual_stage]
+        start = self.layer_runners[virtual_stage]
+        y = self.model.run_layers(layers, start, x, positions, *documents)
+        if self.has_head(virtual_stage):
+            return self.model.apply_head(y, labels, scale, per_token, positions_of_x)
+        return y
 
     # -- a step
 
     def forward_backward(self, micro_batches: Iterable[tuple]) -> Tensor:
-        """Run a step's micro-batches, each the arguments of LLaMA.forward. Returns the sum of the
-        losses that are computed here: 0 but on the last stage.
+        """Run the passes of a step. A micro-batch is the arguments of LLaMA.forward. Returns the
+        sum of the losses on the last stage, and 0 on the others.
 
-        A pass: launch the receiving of the next one's message; let compute wait for its own; run
-        its part forward, which leaves a graph, or that graph backward; send what comes out, behind
-        it, unless it is the loss or the gradient of tokens.
+        Each turn of the loop runs one pass:
+
+            1. launch receiving the message of the next pass
+            2. wait for the message of this pass
+            3. run the virtual stage forward, which saves a graph; or run that graph backward
+            4. send the result, unless it is the loss or the gradient of tokens
         """
         micro_batches = list(micro_batches)
         loss = torch.zeros((), device=self.device, dtype=accumulation_dtype(self.dtype))
-        graphs = {}  # of passes that have not come back
-        messages = (self.receive(micro_batches[this.micro_batch], this) for this in self.order)
-        arriving = deque(itertools.islice(messages, int(self.overlap)))  # launched as it is drawn
-        for this in self.order:
-            arriving.extend(itertools.islice(messages, 1))  # the next pass's, hidden by this one
-            work, x = arriving.popleft()
+        backward_fns = {}  # (micro-batch, virtual stage): the backward of a pass that went forward
+
+        def post(one: Pass) -> tuple:
+            return self.post_receive(one, micro_batches[one.micro_batch])
+
+        posted = deque()  # (work, x) of each message that is being received
+        if self.overlap:
+            posted.append(post(self.order[0]))
+        for i, one in enumerate(self.order):
+            ahead = i + 1 if self.overlap else i  # whose message to launch now, hidden by pass i
+            if ahead < len(self.order):
+                posted.append(post(self.order[ahead]))
+            work, x = posted.popleft()
             if work:
-                work.wait()  # hidden by the pass before
-            key = this.micro_batch, this.chunk
-            if this.forward:
-                micro_batch = micro_batches[this.micro_batch]
-                graphs[key], results = self.run_forward(this.chunk, x, micro_batch)
-            else:
-                results = graphs.pop(key)([x])  # from x; None: from the loss
-            if this.forward and this.chunk == self.last:
+                work.wait()  # for this pass's message, hidden by the pass before
+
+            key = one.micro_batch, one.virtual_stage
+            if one.forward:
+                micro_batch = micro_batches[one.micro_batch]
+                backward_fns[key], results = self.run_forward(one.virtual_stage, x, micro_batch)
+            else:  # x is a gradient; None: that of the loss
+                results = backward_fns.pop(key)([x])
+
+            if one.forward and self.has_head(one.virtual_stage):
                 loss += results[0]
             else:
-                for y in results:  # none, where tokens went in
-                    self.links[this.forward, True].send(y)
-        for link in self.links.values():
-            link.finish()  # in the open: it is the last of a step
+                for y in results:  # one message; none if the pass ends with the gradient of tokens
+                    self.links.outgoing(one.forward).send(y)
+        self.links.finish()  # exposed: no pass is left to hide the last message
         return loss
 
     def run_forward(
-        self, chunk: int, x: Tensor | None, micro_batch: tuple
+        self, virtual_stage: int, x: Tensor | None, micro_batch: tuple
     ) -> tuple[Callable, list[Tensor]]:
-        """Return what run_detached does of a part: its graph, and [run_part's]. Of the model's last
-        part the graph holds the head's gradient, which is as large as the head: its backward is
-        the next pass."""
+        """Run a virtual stage forward. Returns its backward function, which holds its graph, and a
+        list of its one result (see ops.run_detached).
+
+        If the virtual stage has the head, the graph also holds the head's gradient, which is as
+        large as the head; but its backward is the next pass.
+        """
         inputs = [] if x is None else [x]
-        run = functools.partial(self.run_part, chunk, micro_batch, False)
+        run = functools.partial(self.run_virtual_stage, virtual_stage, micro_batch, False)
         return run_detached(self.root, run, *inputs)
 
     def warm_up(self, micro_batch: tuple) -> None:
-        """Run all parts once there and back, on zeros and without messages: whatever waits for the
-        whole device the first time (compilers, loaders, memory that ranks map from each other)
-        would wait for a message of a stage that waits itself. Gradients are spoiled: before a
-        step. Raises ConfigError if parts hand on what has no room in a message. A collective."""
+        """Run all virtual stages once, forward and backward, on zeros and without messages. Call it
+        before the first step, since it spoils the gradients.
+
+        Some things wait for the whole device when they first run: compilers, loaders, and memory
+        that ranks map from each other. In a step they would also wait for a message, and its sender
+        may be waiting for this stage. Raises ConfigError if a virtual stage returns another dtype
+        than messages have. A collective of all ranks.
+        """
         error = ""
-        for chunk in range(len(self.parts)):
-            x = None if chunk == self.first else self.between_layers(micro_batch).zero_()
-            graph, results = self.run_forward(chunk, x, micro_batch)
-            if chunk != self.last and results[0].dtype != self.dtype:
+        for virtual_stage in range(len(self.virtual_stages)):
+            if self.has_embedding(virtual_stage):
+                x = None
+            else:
+                x = self.empty_message(micro_batch).zero_()
+            backward, results = self.run_forward(virtual_stage, x, micro_batch)
+            if self.has_head(virtual_stage):
+                backward([None])
+                continue
+            if results[0].dtype != self.dtype:
                 error = (
-                    f"layers hand on {results[0].dtype}, and stages {self.dtype}: let the "
-                    "last layer of a part cast it"
+                    f"the layers of a stage return {results[0].dtype}, but messages between stages "
+                    f"are {self.dtype}. Let the last layer of each virtual stage cast its result"
                 )
-            graph([None] if chunk == self.last else results)
-        if self.root.is_cuda:  # its sums over replicas must not meet those of the first step
+            backward(results)
+        if self.root.is_cuda:  # sums over replicas must not meet those of the first step
             torch.cuda.synchronize()
         if error := first_error(error):
             raise ConfigError(error)
@@ -293,19 +396,19 @@ class Pipeline:
 
     @torch.no_grad()
     def __call__(self, *micro_batch, per_token: bool = True) -> Tensor:
-        """Return of each token its loss (B, T), as `each` of LLaMA.forward: on the last stage; 0
-        elsewhere."""
+        """Return the loss of each token (B, T) on the last stage, as LLaMA.forward with per_token
+        does; zeros on the other stages."""
         assert per_token, "a stage has no logits of its own"
         losses = torch.zeros_like(micro_batch[0], dtype=accumulation_dtype(self.dtype))
-        for chunk in range(len(self.parts)):
-            work, x = self.receive(micro_batch, Pass(True, 0, chunk))
+        for virtual_stage in range(len(self.virtual_stages)):
+            forward = Pass(True, 0, virtual_stage)
+            work, x = self.post_receive(forward, micro_batch)
             if work:
-                work.wait()
-            y = self.run_part(chunk, micro_batch, per_token, x)
-            if chunk == self.last:
+                work.wait()  # exposed: an evaluation receives nothing ahead
+            y = self.run_virtual_stage(virtual_stage, micro_batch, per_token, x)
+            if self.has_head(virtual_stage):
                 losses = y
             else:
-                self.links[True, True].send(y)
-        for link in self.links.values():
-            link.finish()
+                self.links.x_out.send(y)
+        self.links.finish()
         return losses

@@ -71,7 +71,7 @@ from hardware import Profile, load_profile, profile_files, scaled
 from model import MODELS, ModelConfig, divisors, param_count
 from offload import ActivationPlan
 from optim import OPTIMIZERS
-from pipeline import no_order
+from pipeline import why_no_order
 from shard import STREAMS, Factors, illegal, legal_factors, parse_strategy
 from streams import GIB
 
@@ -507,7 +507,7 @@ def batches(c, plan, every=False):
         if each % size:
             return f"it does not divide the {each} sequences of a rank (--batch {batch} over {dp})"
         turns = dp * size * plan.pp
-        reason = no_order(plan.pp, plan.pp_chunks, each // size)
+        reason = why_no_order(plan.pp, plan.pp_chunks, each // size)
         return reason and (
             f"--pp-chunks {plan.pp_chunks}: {reason}; nearest --batch: {-(-batch // turns) * turns}"
         )

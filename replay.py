@@ -41,7 +41,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from memplan import Lifetime, AddressPlan, check, solve
+from memplan import AddressPlan, Lifetime, check, solve
 from streams import CommStream, wait
 
 ALLOCATOR_ALIGN_BYTES = {"cpu": 64, "cuda": 512}  # PyTorch's kernels want tensors to start there

@@ -1,24 +1,39 @@
 """Tensor parallelism: neighbouring ranks share a layer's matrices, in InternEvo's three modes.
 
-tp neighbouring ranks ("columns") each hold some heads and some MLP features of every layer. The
-table of `TensorParallel` says what they exchange in each mode: mtp (Megatron's tensor parallelism), msp
-(with Megatron's sequence parallelism), fsp (msp that keeps less). `split_model` cuts a model on
-the meta device, before shard.py allocates anything:
+The tp ranks of a tensor-parallel group each hold some heads and some MLP features of every layer.
+As in Megatron, a pair of matrices is split so that nothing is exchanged between them. The first one
+(qkv, gate_up) is split by rows: every rank computes its own heads or features. The second one (out,
+down) is split by columns: every rank multiplies what it has, and gets a summand of y. If f is what
+lies between them, attention or SwiGLU, and W_r is what rank r holds of W:
 
-    tp = 2     qkv (H+2K heads)      rank 0: first half of the q, k and v heads    rank 1: second
-               out (C, H heads)      rank 0: columns of its heads                  rank 1: likewise
+    y = f(x W1^T) W2^T = sum over r of  f(x W1_r^T) W2_r^T
 
-A matrix says how it may be cut (ops.Matrix: "rows", "columns" or "whole"). The functions that
-exchange tokens are the matrix's tp_input, tp_output and tp_prologue. Before a run, `check_tensor_parallel` cuts a small
-layer in two, and compares it with the whole one: a layer that says something wrong is refused.
+Example: the 7B model with tp = 2. Rank 1 holds the other half of each matrix.
 
-Left out: embedding and head cut along the vocabulary; hiding the exchanges.
+    matrix     whole            rank 0 holds                                 of shape
+    qkv        (12288, 4096)    the rows of heads 0-15 of q, of k and of v   (6144, 4096)
+    out        (4096, 4096)     the columns of heads 0-15                    (4096, 2048)
+    gate_up    (22016, 4096)    the rows of features 0-5503 of gate and up   (11008, 4096)
+    down       (4096, 11008)    the columns of features 0-5503               (4096, 5504)
 
-Legend: tp ranks that share a matrix, t = T/sp/tp tokens of a rank between layers' products, B
-sequences, T tokens per sequence, sp ranks that share it, C width.
+Before a run there are two calls, in this order:
+
+    check_tensor_parallel(cfg, mode)       split a small layer in two, compare it with the whole
+                                           layer, and refuse it if its results differ
+    split_model(model, tensor_parallel)    split a model on the meta device, before shard.py
+                                           allocates anything
+
+A matrix says how it may be split (ops.Matrix: cut="rows", "columns" or "whole"). `split_model` sets
+its tp_input, tp_output and tp_prologue, which exchange tokens around the product. The table of
+`TensorParallel` says what they exchange in each mode.
+
+Left out: splitting the embedding and the head along the vocabulary; hiding the exchanges.
+
+Legend: tp ranks of a tensor-parallel group, tp_rank a rank's number in its group, B sequences, T
+tokens per sequence, sp ranks of a sequence-parallel group, t = T/sp/tp, C width.
 """
 
-import itertools
+import math
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -35,269 +50,344 @@ from ranks import Groups, all_gather, reduce_scatter
 
 
 class TensorParallel:
-    """The ranks that share a layer's matrices, and what travels between them.
+    """The tensor-parallel group of this rank, and what its ranks exchange in each mode.
 
-    tp neighbours, columns, share each layer's matrices. Of q|k|v and gate|up (cut="rows") each one
-    makes some columns of x W^T, of its heads and its part of F, which takes all tokens; out and
-    down (cut="columns") take these, and give a summand of the result. What the ranks do about it is
-    InternEvo's table: Megatron's tensor parallelism (mtp); that with its sequence parallelism
-    (msp), where a column has its part of the tokens between products; and msp that keeps less
-    (fsp). Attention sees all tokens of a column's heads in all of them.
+    mtp is Megatron's tensor parallelism. msp adds Megatron's sequence parallelism: between a
+    layer's products, each rank has t = T/sp/tp of the tokens. fsp saves less than msp, and gathers
+    once more: it saves x of a rank's own tokens only. What it gathers is a, the result of the
+    prologue before the product (usually norm(x)), in forward and again in backward.
 
-        mode   enter: x into product     join: y behind product     tokens of x    kept for dW
-               of "rows"                 of "columns"
-        mtp    x; dx                     sum of y; sum of dy        T/sp           x
-        msp    gather x; scatter dx      scatter y; gather dy       t = T/sp/tp    gathered x
-        fsp    x; dx                     scatter y; gather dy       t              own x
+        mode   tokens of x    exchanged before a     exchanged after a      tokens of x
+               on a rank      "rows" product         "columns" product      saved for dW
+        mtp    T/sp           nothing                all-reduce y           T/sp
+                              nothing                all-reduce dy
+        msp    t              all-gather x           reduce-scatter y       T/sp
+                              reduce-scatter dx      all-gather dy
+        fsp    t              all-gather a           reduce-scatter y       t
+                              reduce-scatter da,     all-gather dy
+                              all-gather a again
 
-    (Forward; backward. "rows" is Megatron's column-parallel, "columns" its row-parallel.)
-    In fsp a, which is computed before the product, is gathered, again in backward, and da scattered
-    (`tp_prologue`). In mtp embedding, last norm, head and loss are computed on every column, of all
-    tokens, and labels count tp times: a column's gradient between products is a summand, as in msp
-    that of its tokens. So all modes have one rule: gradients of ends, norms, biases and a layer's
-    other matrices (cut="whole": a router) are sums over columns. Nothing hides what travels: what
-    follows needs it.
+    The first line of a mode is its forward, the second one its backward. "rows" is what Megatron
+    calls column-parallel, and "columns" what it calls row-parallel. In all modes attention sees all
+    T/sp tokens of a rank's heads. Nothing hides these exchanges: the next operation needs their
+    result.
 
-    In mtp a column has all tokens, so its layers may run in chunks, each of which enters and joins
-    by itself; in msp and fsp it would have its part of every chunk, so there layers run whole.
+    In mtp, each rank computes embedding, final norm, head and loss of all its T/sp tokens. So every
+    label is counted tp times, and the loss is scaled by 1/tp. The gradient dh_r of the residual
+    stream on rank r is therefore a summand of the gradient dh:
+
+        dh = dh_0 + ... + dh_(tp-1)
+
+    The all-reduce of dy makes the sum. dx of a "rows" product is a summand again, so nothing is
+    exchanged there. In msp and fsp, dh_r is the gradient of rank r's own tokens. One rule follows
+    for all modes: the gradient of a weight that is not split (embedding, head, norms, biases, and
+    matrices with cut="whole", such as a router) is a sum over the group.
+
+    In mtp, layers may run in token chunks, and each chunk makes these exchanges by itself. In msp
+    and fsp, layers run whole, since a rank would have a part of every chunk.
     """
 
     def __init__(self, mode: str, groups: Groups):
         """A collective of all ranks."""
-        self.ranks = groups.tp
-        self.index = groups.tp_rank
+        self.tp = groups.tp
+        self.tp_rank = groups.tp_rank
         self.group = groups.by_position("tensor", lambda stage, r, tp_rank: (stage, r))
         self.set_mode(mode)
 
     def select_tp_tokens(self, positions: Tensor) -> Tensor:
-        """Return what this column has of the positions (..., T/sp) between layers' products."""
-        return positions.chunk(self.ranks, -1)[self.index] if self.splits_tokens else positions
+        """Return the positions of the tokens that this rank has between a layer's products.
+        positions (..., T/sp): those of the sequence-parallel rank's tokens."""
+        if self.splits_tokens:
+            return positions.chunk(self.tp, -1)[self.tp_rank]
+        return positions
 
     def set_mode(self, mode: str) -> None:
-        """Set tp_input, tp_output and tp_prologue of a Matrix, as the table has them."""
+        """Choose tp_input, tp_output and tp_prologue of a Matrix as the table says."""
         self.splits_tokens = mode != "mtp"
-        join = there_and_back(self.scatter, self.gather)  # where tokens are split
-        self.tp_input, self.tp_output, self.tp_prologue = {
-            "mtp": (identity, there_and_back(self.sum, self.sum), identity),
-            "msp": (
-                there_and_back(self.gather, self.scatter),
-                join,
-                identity,
-            ),
-            "fsp": (identity, join, self.gather_behind),
-        }[mode]
+        self.tp_input = identity
+        self.tp_prologue = identity
+        if mode == "mtp":
+            self.tp_output = exchange(self.all_reduce_tokens, self.all_reduce_tokens)
+        else:
+            self.tp_output = exchange(self.reduce_scatter_tokens, self.gather_tokens)
+        if mode == "msp":
+            self.tp_input = exchange(self.gather_tokens, self.reduce_scatter_tokens)
+        if mode == "fsp":
+            self.tp_prologue = self.gather_after
 
-    def gather(self, x: Tensor) -> Tensor:
-        """(B, t, C) of each column, or (t, C) -> (B, T/sp, C), or (T/sp, C)."""
-        parts = x.new_empty(self.ranks, *x.shape)  # (tp, B, t, C)
+    def gather_tokens(self, x: Tensor) -> Tensor:
+        """Gather the tokens of all ranks: (B, t, C) -> (B, T/sp, C), or (t, C) -> (T/sp, C)."""
+        parts = x.new_empty(self.tp, *x.shape)  # (tp, B, t, C)
         all_gather(parts.flatten(0, 1), x.contiguous(), group=self.group)
-        return parts.movedim(0, -3).flatten(-3, -2)  # of one sequence: a view
+        return parts.movedim(0, -3).flatten(-3, -2)  # a view if B is 1
 
-    def sum(self, x: Tensor) -> Tensor:
-        """Summands (B, T/sp, C) -> their sum."""
+    def all_reduce_tokens(self, x: Tensor) -> Tensor:
+        """Sum over all ranks (B, T/sp, C). x stays as it is."""
         x = x.clone()
         dist.all_reduce(x, group=self.group)
         return x
 
-    def scatter(self, x: Tensor) -> Tensor:
-        """Summands (B, T/sp, C), or (T/sp, C) -> their sum's part of each column (B, t, C)."""
-        parts = x.unflatten(-2, (self.ranks, -1)).movedim(-3, 0).contiguous()  # (tp, B, t, C)
+    def reduce_scatter_tokens(self, x: Tensor) -> Tensor:
+        """Sum over all ranks, and return this rank's tokens of the sum: (B, T/sp, C) -> (B, t, C),
+        or (T/sp, C) -> (t, C)."""
+        parts = x.unflatten(-2, (self.tp, -1)).movedim(-3, 0).contiguous()  # (tp, B, t, C)
         part = torch.empty_like(parts[0])
         reduce_scatter(part, parts.flatten(0, 1), group=self.group)
         return part
 
-    def gather_behind(self, before: Prologue) -> Prologue:
-        """Return it for a column's own tokens, x (B, t, C): a is of all, (B, T/sp, C)."""
+    def gather_after(self, prologue: Prologue) -> Prologue:
+        """Return a prologue that computes a (B, t, C) of this rank's tokens as `prologue` does, and
+        then gathers a of all tokens (B, T/sp, C)."""
 
-        def gathered(a, *others):
-            return self.gather(a), *others
+        def forward(*inputs):
+            a, *wanted = prologue.forward(*inputs)
+            return self.gather_tokens(a), *wanted
 
-        return replace(
-            before,
-            forward=lambda *inputs: gathered(*before.forward(*inputs)),
-            backward=lambda da, *inputs: gathered(*before.backward(self.scatter(da), *inputs)),
-        )
+        def backward(da, *inputs):
+            a, *grads = prologue.backward(self.reduce_scatter_tokens(da), *inputs)
+            return self.gather_tokens(a), *grads
 
-
-def there_and_back(there: Callable, back: Callable) -> Callable:
-    """Return the function there(x), whose gradient is back(dy); called with a product x that nobody
-    reads (unread), it leaves x where it is."""
-    return lambda x, unread=False: CustomGradient.apply(x, identity if unread else there, back)
+        return replace(prologue, forward=forward, backward=backward)
 
 
-def part_of(matrix: Matrix, c: int, tp: int) -> TensorSlice:
-    """Return what column c of tp has of a matrix. Raises ValueError if it cannot be cut so."""
+def exchange(forward: Callable, backward: Callable) -> Callable:
+    """Return a function that applies `forward` to x, and `backward` to the gradient of its result.
+
+    unread: x is a product that a recomputation leaves out (ops.recomputation). Nobody reads it, so
+    it is not exchanged. Its gradient still is.
+    """
+
+    def apply(x: Tensor, unread: bool = False) -> Tensor:
+        if unread:
+            return CustomGradient.apply(x, identity, backward)
+        return CustomGradient.apply(x, forward, backward)
+
+    return apply
+
+
+# ---------------------------------------------------------------------------- split a model
+
+
+def tp_slice_of(matrix: Matrix, tp_rank: int, tp: int) -> TensorSlice:
+    """Return which rows and columns of a matrix a rank holds. Raises ValueError if tp does not
+    divide them."""
     rows, cols = matrix.shape
+    # q, k and v of a fused matrix are split one by one, so that each rank has heads of all three
     sizes = (cols,) if matrix.cut == "columns" else matrix.parts
+    ranges = []
+    start = 0  # of a part in the whole matrix
     for size in sizes:
         if size % tp:
-            raise ValueError(f"--tp {tp}: does not divide {size} of a matrix {rows} x {cols}")
-    firsts = itertools.accumulate(sizes, initial=0)
-    runs = tuple(
-        (first + c * size // tp, first + (c + 1) * size // tp) for first, size in zip(firsts, sizes)
-    )
-    if matrix.cut == "columns":
-        return TensorSlice(matrix.shape, ((0, rows),), *runs)
-    return TensorSlice(matrix.shape, runs, (0, cols))
-
-
-def split_model(model: LLaMA, columns: TensorParallel) -> None:
-    """Leave of a model what this rank's column has. On meta, before shard.States. Raises ValueError
-    for a matrix that does not say how it is cut."""
-    if columns.ranks == 1:
-        return
-    model.select_tp_tokens = columns.select_tp_tokens
-    for name, matrix in model.blocks.named_modules():
-        if not isinstance(matrix, Matrix) or matrix.cut == "whole":
-            continue
-        if matrix.cut not in ("rows", "columns"):
+            lines = "columns" if matrix.cut == "columns" else "rows"
             raise ValueError(
-                f"--tp {columns.ranks}: the matrix {name} does not say how it is cut:"
-                ' Matrix(rows, cols, cut="rows"), "columns" or "whole"; or --tp 1'
+                f"--tp {tp}: it does not divide {size} {lines} of a matrix {rows} x {cols}; "
+                f"--tp {math.gcd(tp, *sizes)} can split this matrix"
             )
-        split_matrix(matrix, columns)
+        own = size // tp
+        ranges.append((start + tp_rank * own, start + (tp_rank + 1) * own))
+        start += size
+
+    if matrix.cut == "columns":
+        return TensorSlice(matrix.shape, rows=((0, rows),), cols=ranges[0])
+    return TensorSlice(matrix.shape, rows=tuple(ranges), cols=(0, cols))
 
 
-def split_matrix(matrix: Matrix, columns: TensorParallel) -> None:
-    """Leave of a matrix what this rank's column has, and let it exchange tokens."""
+def split_model(model: LLaMA, tensor_parallel: TensorParallel) -> None:
+    """Keep this rank's slice of each matrix of the layers, on the meta device, before shard.States.
+    Raises ValueError if a matrix does not say how it may be split."""
+    if tensor_parallel.tp == 1:
+        return
+    model.select_tp_tokens = tensor_parallel.select_tp_tokens
+    for name, matrix in model.blocks.named_modules():
+        if not isinstance(matrix, Matrix):
+            continue
+        if matrix.cut not in ("rows", "columns", "whole"):
+            raise ValueError(
+                f"--tp {tensor_parallel.tp}: the matrix {name} does not say how it is cut. Write "
+                'Matrix(rows, cols, cut="rows"), cut="columns" or cut="whole", or use --tp 1'
+            )
+        split_matrix(matrix, tensor_parallel)
+
+
+def split_matrix(matrix: Matrix, tensor_parallel: TensorParallel) -> None:
+    """Keep this rank's slice of a matrix, and let the matrix exchange tokens with the group."""
     if matrix.cut == "whole":
         return
-    matrix.keep_slice(part_of(matrix, columns.index, columns.ranks))
+    matrix.keep_slice(tp_slice_of(matrix, tensor_parallel.tp_rank, tensor_parallel.tp))
     if matrix.cut == "rows":
-        matrix.tp_input, matrix.tp_prologue = columns.tp_input, columns.tp_prologue
+        matrix.tp_input = tensor_parallel.tp_input
+        matrix.tp_prologue = tensor_parallel.tp_prologue
     else:
-        matrix.tp_output = columns.tp_output
+        matrix.tp_output = tensor_parallel.tp_output
 
 
-# ---------------------------------------------------------------------------- a layer proves itself
+# ---------------------------------------------------------------------------- test a split layer
 
 
 class TensorParallelThreads(TensorParallel):
-    """Two columns that are threads of one process, for check_tensor_parallel."""
+    """Two ranks of a tensor-parallel group that are threads of one process, for
+    check_tensor_parallel. They exchange tensors through `slots`, one slot per rank."""
 
-    def __init__(self, mode: str, index: int, slots: list, barrier: threading.Barrier):
-        self.ranks = 2
-        self.index = index
-        self.slots = slots  # what each column sends
+    def __init__(self, mode: str, tp_rank: int, slots: list, barrier: threading.Barrier):
+        self.tp = 2
+        self.tp_rank = tp_rank
+        self.slots = slots
         self.barrier = barrier
         self.set_mode(mode)
 
-    def both(self, x: Tensor) -> list[Tensor]:
-        """Return what both columns send."""
-        self.slots[self.index] = x
-        self.barrier.wait()
-        sent = list(self.slots)
-        self.barrier.wait()  # both have read, and may send again
-        return sent
+    def from_both(self, x: Tensor) -> list[Tensor]:
+        """Return the tensors that rank 0 and rank 1 give."""
+        self.slots[self.tp_rank] = x
+        self.barrier.wait()  # both slots are written
+        tensors = list(self.slots)
+        self.barrier.wait()  # both ranks have read the slots, and may write them again
+        return tensors
 
-    def gather(self, x: Tensor) -> Tensor:
-        return torch.cat(self.both(x), -2)
+    def gather_tokens(self, x: Tensor) -> Tensor:
+        return torch.cat(self.from_both(x), -2)
 
-    def sum(self, x: Tensor) -> Tensor:
-        return torch.stack(self.both(x)).sum(0)
+    def all_reduce_tokens(self, x: Tensor) -> Tensor:
+        return torch.stack(self.from_both(x)).sum(0)
 
-    def scatter(self, x: Tensor) -> Tensor:
-        return self.sum(x).chunk(2, -2)[self.index]
+    def reduce_scatter_tokens(self, x: Tensor) -> Tensor:
+        return self.all_reduce_tokens(x).chunk(2, -2)[self.tp_rank]
 
 
 def check_tensor_parallel(cfg: ModelConfig, mode: str) -> None:
-    """Raise ValueError if a layer that is cut in two columns computes something else than the whole
-    layer: its output, the gradient of its input, or the gradient of a weight.
+    """Split a small layer of each kind that the model has between two ranks, and compare it with
+    the whole layer: its output, the gradient of its input, and the gradients of its weights. Raises
+    ValueError if one of them differs.
 
-    It finds three mistakes that no check of arguments can find: a fused matrix cut by rows without
-    `parts`, a matrix cut by columns whose input is a concatenation, and a sum over heads or
-    features that is no matrix product. A small layer of each kind that the model has runs in
-    float64 on the CPU, with random weights."""
+    This finds three mistakes that no check of arguments can find: a fused matrix that is cut by
+    rows without `parts`, a matrix that is cut by columns although its input is a concatenation, and
+    a sum over heads or features that is not a matrix product. The layers run in float64 on the CPU,
+    with random weights.
+    """
     kv_heads = 4 if cfg.kv_heads == cfg.heads else 2
     small = replace(cfg, vocab=8, dim=32, heads=4, kv_heads=kv_heads, ffn=24, head_dim=8)
     try:
-        models = [llama.LLaMA(small).double() for _ in range(3)]
-    except Exception as e:  # whatever a fork's layer may need
+        whole, *halves = (llama.LLaMA(small).double() for _ in range(3))
+    except Exception as e:  # a fork's layer may raise anything
         raise ValueError(
-            f"--tp: a small layer, which proves that it may be cut, cannot be made: {e!r}; --tp 1"
+            "--tp: a layer is split only if a small one (32 wide, 4 heads of 8, 24 MLP features) "
+            f"passes a test, and the small one cannot be made: {e!r}. Use --tp 1"
         ) from e
+
     rng = torch.Generator().manual_seed(0)
-    seen = set()
-    for i, whole in enumerate(models[0].blocks):
-        kind = type(whole), str([(name, p.shape) for name, p in whole.named_parameters()])
-        constants = [(k, v) for k, v in vars(whole).items() if isinstance(v, (int, float, str))]
-        if (kind := (*kind, str(constants))) in seen:
+    checked = set()
+    for i, layer in enumerate(whole.blocks):
+        kind = kind_of(layer)
+        if kind in checked:
             continue
-        seen.add(kind)
-        for p in whole.parameters():
+        checked.add(kind)
+        for p in layer.parameters():
             p.data.normal_(0, 0.5, generator=rng)
-        compare_columns(whole, [model.blocks[i] for model in models[1:]], small, mode, rng)
+        compare_split_layer(layer, [model.blocks[i] for model in halves], small, mode, rng)
 
 
-def compare_columns(
+def kind_of(layer: "llama.Block") -> tuple:
+    """Return the class, the weights' names and shapes, and the constants of a layer. Layers that
+    have these in common need one test."""
+    weights = [(name, p.shape) for name, p in layer.named_parameters()]
+    constants = [(k, v) for k, v in vars(layer).items() if isinstance(v, (int, float, str))]
+    return type(layer), str(weights), str(constants)
+
+
+def compare_split_layer(
     whole: "llama.Block",
-    columns: list["llama.Block"],
+    halves: list["llama.Block"],
     cfg: ModelConfig,
     mode: str,
     rng: torch.Generator,
 ) -> None:
-    """Raise ValueError if two columns of a layer differ from the whole layer. columns: two layers
-    of the same kind, whose weights are set here."""
+    """Raise ValueError if a layer that is split between two ranks differs from the whole layer.
+    halves: one layer per rank. It is of the same kind as the whole one, and is split and gets its
+    weights here."""
     tokens = 6
     x, dy = torch.randn(2, 1, tokens, cfg.dim, dtype=torch.float64, generator=rng)
-    numbers = torch.arange(tokens)
-    angles = rope_tables(cfg, numbers, torch.float64)
+    positions = torch.arange(tokens)
+    angles = rope_tables(cfg, positions, torch.float64)
     splits_tokens = mode != "mtp"
-    slots, barrier = [None, None], threading.Barrier(2, timeout=60)
+    slots = [None, None]
+    barrier = threading.Barrier(2, timeout=60)
 
-    def run(block, x: Tensor, dy: Tensor, own: Tensor) -> tuple[Tensor, Tensor]:
+    def run(layer, x: Tensor, dy: Tensor, positions_of_x: Tensor) -> tuple[Tensor, Tensor]:
         x = x.clone().requires_grad_()
-        y = run_block(block, x, Positions(*angles, numbers, own), plain_attention)
+        y = run_block(layer, x, Positions(*angles, positions, positions_of_x), plain_attention)
         y.backward(dy)
         return y.detach(), x.grad
 
-    def run_column(c: int) -> tuple[Tensor, Tensor]:
-        block = columns[c]
-        exchange = TensorParallelThreads(mode, c, slots, barrier)
+    def run_half(tp_rank: int) -> tuple[Tensor, Tensor]:
+        layer = halves[tp_rank]
+        tensor_parallel = TensorParallelThreads(mode, tp_rank, slots, barrier)
         try:
-            for matrix in block.modules():
+            for matrix in layer.modules():
                 if isinstance(matrix, Matrix):
-                    split_matrix(matrix, exchange)
+                    split_matrix(matrix, tensor_parallel)
             weights = dict(whole.named_parameters())
-            for name, p in block.named_parameters():
-                part = block.get_submodule(name.rpartition(".")[0])
-                cut = getattr(part, "tp_slice", None)
-                p.data.copy_(cut.extract(weights[name].data) if cut else weights[name].data)
+            for name, p in layer.named_parameters():
+                weight = weights[name].data
+                tp_slice = tp_slice_in(layer, name)
+                p.data.copy_(tp_slice.extract(weight) if tp_slice else weight)
+
             if splits_tokens:
-                return run(block, x.chunk(2, 1)[c], dy.chunk(2, 1)[c], numbers.chunk(2)[c])
-            return run(block, x, dy / 2, numbers)  # a column's gradient is a summand
+                own_x, own_dy = x.chunk(2, 1)[tp_rank], dy.chunk(2, 1)[tp_rank]
+                return run(layer, own_x, own_dy, positions.chunk(2)[tp_rank])
+            return run(layer, x, dy / 2, positions)  # dy is the sum of both ranks' gradients
         except BaseException:
-            barrier.abort()  # the other column would wait
+            barrier.abort()  # or the other rank would wait for this one
             raise
 
-    want_y, want_dx = run(whole, x, dy, numbers)
+    y, dx = run(whole, x, dy, positions)
     with ThreadPoolExecutor(2) as pool:
-        (y0, dx0), (y1, dx1) = pool.map(run_column, range(2))
-    if splits_tokens:
-        compared = {"the output": (torch.cat((y0, y1), 1), want_y)}
-        compared["the gradient of the input"] = torch.cat((dx0, dx1), 1), want_dx
-    else:
-        compared = {"the output": (torch.stack((y0, y1)), torch.stack((want_y, want_y)))}
-        compared["the gradient of the input"] = dx0 + dx1, want_dx
-    of_columns = [dict(block.named_parameters()) for block in columns]
+        (y0, dx0), (y1, dx1) = pool.map(run_half, range(2))
+
+    # what is compared -> what the two ranks have, and what the whole layer has
+    if splits_tokens:  # each rank has its tokens
+        compared = {
+            "the output": (torch.cat((y0, y1), 1), y),
+            "the gradient of the input": (torch.cat((dx0, dx1), 1), dx),
+        }
+    else:  # each rank has all of y, and a summand of dx
+        compared = {
+            "the output": (torch.stack((y0, y1)), torch.stack((y, y))),
+            "the gradient of the input": (dx0 + dx1, dx),
+        }
     for name, p in whole.named_parameters():
-        found = torch.zeros_like(p)
-        for block, of_column in zip(columns, of_columns):
-            module = block.get_submodule(name.rpartition(".")[0])
-            grad = of_column[name].grad
-            if grad is not None and (cut := getattr(module, "tp_slice", None)):
-                grad, part = torch.zeros_like(p), grad
-                cut.insert(part, grad)
-            found += 0 if grad is None else grad
-        compared[f"the gradient of {name}"] = found, p.grad
-    for what, (found, want) in compared.items():
-        want = torch.zeros_like(found) if want is None else want
-        error = ((found - want).norm() / want.norm().clamp(min=1e-30)).item()
+        compared[f"the gradient of {name}"] = joined_grad(halves, name, p), p.grad
+
+    for what, (found, expected) in compared.items():
+        if expected is None:  # the layer does not use this weight
+            expected = torch.zeros_like(found)
+        error = ((found - expected).norm() / expected.norm().clamp(min=1e-30)).item()
         if not error < 1e-9:
             raise ValueError(
-                f"--tp with --tp-mode {mode}: a layer that is cut in two columns computes "
+                f"--tp with --tp-mode {mode}: a layer that is split between two ranks computes "
                 f"something else than the whole layer: {what} differs by {error:.2g} of its size. "
-                "Give a fused q|k|v matrix parts=(q, k, v); the input of a matrix of columns must "
-                "not be a concatenation; only a matrix product may sum over heads or features; or "
-                "--tp 1"
+                "Give a fused q|k|v matrix parts=(q, k, v). The input of a matrix with "
+                'cut="columns" must not be a concatenation. Only a matrix product may sum over '
+                "heads or features. Or use --tp 1"
             )
+
+
+def tp_slice_in(layer: "llama.Block", name: str) -> TensorSlice | None:
+    """Return which slice of a weight a layer holds. None: all of it."""
+    module = layer.get_submodule(name.rpartition(".")[0])
+    return getattr(module, "tp_slice", None)
+
+
+def joined_grad(halves: list["llama.Block"], name: str, whole_weight: Tensor) -> Tensor:
+    """Return a weight's gradient, of the shape of the whole weight, from those of two ranks. If the
+    weight is split, each gradient goes to its slice; if not, they are summands."""
+    joined = torch.zeros_like(whole_weight)
+    for layer in halves:
+        grad = layer.get_parameter(name).grad
+        if grad is None:
+            continue
+        tp_slice = tp_slice_in(layer, name)
+        if tp_slice:
+            in_place = torch.zeros_like(whole_weight)
+            tp_slice.insert(grad, in_place)
+            grad = in_place
+        joined += grad
+    return joined

@@ -519,7 +519,7 @@ def equal(
             wrong += near(loss, wanted[i][0], loss_noise, f"step {i}, loss")
             wrong += near(norm, wanted[i][1], norm_noise, f"step {i}, norm")
     if (case["dtype"], case["layout"], case["g"]) == ("bf16", "intra", run.plan.state_ranks):
-        wrong += [  # sums of several are no numbers of bf16, if they need not travel to columns
+        wrong += [  # sums of several are no numbers of bf16, if they need not travel to other ranks
             f"gradients of {param.name} were rounded"
             for param in states.sharded_params.values()
             if case["micro"] > 1
@@ -1013,9 +1013,9 @@ PICKED = [
 4 sp=2 groups=4 p=2 g=4 os=4 keep=swapped             # keys stay for the next group, too
 4 tp=2 mode=fsp p=2 g=2 os=2
 4 tp=2 docs=1
-4 tp=4 mode=mtp                                       # a column has one key/value head
-2 tp=2 mode=mtp keep=kept block=fork                  # a column's matrices in chunks
-2 tp=2 mode=mtp keep=mixed block=gated                # what all columns have meets a column's own
+4 tp=4 mode=mtp                                       # a rank has one key/value head
+2 tp=2 mode=mtp keep=kept block=fork                  # split matrices in token chunks
+2 tp=2 mode=mtp keep=mixed block=gated                # whole weights meet split ones
 2 tp=2 mode=mtp keep=again groups=2
 2 tp=2 mode=mtp keep=no-x
 2 tp=2 mode=mtp keep=neither model=deep
@@ -1348,18 +1348,18 @@ def test_refused_weights_that_are_not_sharded(group):
         shard.States(model, torch.device("cpu"), torch.float32)
 
 
-def test_refused_columns_of_a_matrix_that_does_not_say_how():
+def test_refused_matrix_that_does_not_say_how_it_is_cut():
     """Under tensor parallelism a matrix has to say how it is cut. Catches a fork's matrix of which
     each rank would hold all, or the wrong part."""
     with torch.device("meta"):
         model = m.LLaMA(SMALL)
-    columns = SimpleNamespace(
-        ranks=2, index=0, tp_input=None, tp_prologue=None, tp_output=None, select_tp_tokens=None
+    tensor_parallel = SimpleNamespace(
+        tp=2, tp_rank=0, tp_input=None, tp_prologue=None, tp_output=None, select_tp_tokens=None
     )
     for cut in ("", "row"):
         model.blocks[1].router = m.Matrix(8, SMALL.dim, cut)
         with raises(ValueError, match="--tp 2: the matrix 1.router does not say how it is cut"):
-            tensor.split_model(model, columns)
+            tensor.split_model(model, tensor_parallel)
     for cut, parts in (("columns", (4, 4)), ("rows", (4, 3))):
         with raises(ValueError, match=r'parts are of rows, .* belong to cut="rows"'):
             m.Matrix(8, 8, cut, parts)
@@ -1374,7 +1374,7 @@ def test_pipeline_that_hands_on_another_dtype_is_refused(tmp_path):
         "torch.compiler.set_stance('force_eager')"
     )
     said = run(f"--pp 2 --dtype bf16 --out {tmp_path}", 2, code, expect=1)
-    assert "layers hand on torch.float32, and stages torch.bfloat16" in said
+    assert "return torch.float32, but messages between stages are torch.bfloat16" in said
 
 
 def test_refused_optimizer(group):

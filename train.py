@@ -83,7 +83,7 @@ from model import (
 from offload import ChunkedLayers
 from ops import IGNORE, accumulation_dtype
 from optim import OPTIMIZERS, check_optimizer
-from pipeline import Pipeline, in_flight, keep_stage, pipeline_order
+from pipeline import Pipeline, keep_stage, max_in_flight, pipeline_order
 from planner import (
     DTYPES,
     Constraints,
@@ -522,7 +522,7 @@ def build(run: Run, op: Attention, groups: Groups) -> tuple[LLaMA | Pipeline, St
                 plan.chunk,
                 run.device,
                 plan.dtype,
-                in_flight(order, v),
+                max_in_flight(order, v),
                 part,
             ).start
             if kept

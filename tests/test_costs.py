@@ -217,7 +217,7 @@ def seconds_of_passes(stages: int, parts: int, micro_batches: int, message: floa
         left = sum(map(len, orders))
         for stage, order in enumerate(orders):
             while order:
-                part = order[0].chunk * stages + stage
+                part = order[0].virtual_stage * stages + stage
                 step = part if order[0].forward else steps - 1 - part
                 of = order[0].micro_batch
                 if step and (of, step - 1) not in ends:

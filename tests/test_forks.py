@@ -164,7 +164,7 @@ def test_a_kernel_says_that_it_takes_documents(monkeypatch):
         attention.pick_kernel("softcap", CPU, torch.float32, documents=True)
 
 
-# ---------------------------------------------------------------------------- matrices in columns
+# ---------------------------------------------------------------------------- tensor parallelism
 
 
 class WithoutParts(model.Block):
@@ -191,7 +191,7 @@ class JoinedOutput(model.Block):
 
 
 class NormOverHeads(model.Block):
-    """A norm over all heads of a token, of which a column has some."""
+    """A norm over all heads of a token, of which a tensor-parallel rank has some."""
 
     def post(self, x, o, positions):
         size = o.square().mean((2, 3), keepdim=True).sqrt()
@@ -199,14 +199,14 @@ class NormOverHeads(model.Block):
 
 
 class NormOfWeight(model.Block):
-    """A weight that is divided by its own size, of which a column has a part."""
+    """A weight that is divided by its own size, of which a tensor-parallel rank has a part."""
 
     def post(self, x, o, positions):
         return super().post(x, o / self.out.weight.detach().norm(), positions)
 
 
 @parametrize("mode", ["mtp", "msp", "fsp"])
-def test_a_layer_proves_that_it_may_be_cut_in_columns(mode, monkeypatch):
+def test_a_layer_proves_that_it_may_be_split(mode, monkeypatch):
     """Catches a layer that trains wrong under --tp without a word: matrices that say something
     wrong about their rows or columns, and sums over heads that are no products."""
     for name in ("7b", "llama3-8b"):
@@ -216,7 +216,7 @@ def test_a_layer_proves_that_it_may_be_cut_in_columns(mode, monkeypatch):
     tensor.check_tensor_parallel(model.MODELS["7b"], mode)
     for block in (WithoutParts, JoinedOutput, NormOverHeads, NormOfWeight):
         monkeypatch.setattr(model, "Block", block)
-        with raises(ValueError, match=f"--tp-mode {mode}: a layer that is cut in two columns"):
+        with raises(ValueError, match=f"--tp-mode {mode}: a layer that is split between two ranks"):
             tensor.check_tensor_parallel(model.MODELS["7b"], mode)
 
 

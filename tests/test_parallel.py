@@ -37,11 +37,11 @@ def test_positions_restart_with_documents(group):
     assert batch.keys_seen.item() == approx((2 * wanted + 1).double().mean().item())
 
 
-def test_columns_exchange_tokens_with_or_without_sequences(monkeypatch):
+def test_tensor_parallel_ranks_exchange_tokens_with_or_without_sequences(monkeypatch):
     """Tensor-parallel ranks exchange tokens and not features, of tensors (tokens, C) as of (B,
     tokens, C). Catches a gather along the wrong dimension."""
-    columns = SimpleNamespace(ranks=2, group=None)
-    x = torch.arange(24.0).view(2, 4, 3)  # of column 0; column 1 has another
+    group = SimpleNamespace(tp=2, group=None)
+    x = torch.arange(24.0).view(2, 4, 3)  # of tp_rank 0; tp_rank 1 has x + 100
     monkeypatch.setattr(
         tensor, "all_gather", lambda out, x, group: out.copy_(torch.cat([x, x + 100]))
     )
@@ -50,8 +50,9 @@ def test_columns_exchange_tokens_with_or_without_sequences(monkeypatch):
     )
     for tokens in (x, x[0]):
         want = torch.cat([tokens, tokens + 100], -2)
-        assert tensor.TensorParallel.gather(columns, tokens).equal(want)
-        assert tensor.TensorParallel.scatter(columns, tokens).equal(2 * tokens.chunk(2, -2)[0])
+        assert tensor.TensorParallel.gather_tokens(group, tokens).equal(want)
+        part = tensor.TensorParallel.reduce_scatter_tokens(group, tokens)
+        assert part.equal(2 * tokens.chunk(2, -2)[0])
 
 
 @parametrize("stages, micro_batches, chunks", [(2, 4, 2), (4, 8, 2), (4, 8, 4)])
@@ -78,4 +79,4 @@ def test_pipeline_order_is_torchs(stages, micro_batches, chunks):
             if one
         ]
         ours = pipeline.pipeline_order(stage, stages, chunks, micro_batches)
-        assert [(one.forward, one.micro_batch, one.chunk) for one in ours] == found
+        assert [(one.forward, one.micro_batch, one.virtual_stage) for one in ours] == found
