@@ -171,8 +171,9 @@ class Config(Constraints):
     data: str = flag(
         "stdlib", "stdlib (the sources of Python's library), a text file, a .bin file of token "
         "ids, or a folder of texts or of .bin files, of which val.bin is for validation. Without "
-        "--tokenizer the bytes of a text are its tokens. Ids have 2 bytes each, or as FILE.bin.json "
-        'says: {"token_bytes": 4, "ignore": 0} means 4 bytes each, and token 0 is never a label')
+        "--tokenizer the bytes of a text are its tokens. Ids have 2 bytes each, unless "
+        'FILE.bin.json says otherwise: {"token_bytes": 4, "ignore": 0} means 4 bytes each, and '
+        "that token 0 is never a label")
     seq: int | None = flag(
         None, "tokens per sequence; auto: 256 for tiny, else 4096", 1, 2**40)
     steps: int = flag(
@@ -287,9 +288,10 @@ warnings.filterwarnings("ignore", "Attempting to run cuBLAS")
 
 
 class Coordinates(NamedTuple):
-    """A rank's coordinates. Neighbouring ranks differ in tp_rank first, then in sp_rank, and so on.
+    """Where a rank stands. From rank to rank tp_rank changes fastest, then sp_rank, then data_rank.
 
-    With pp = 1, dp = 2, sp = 2, tp = 1, rank 3 has stage 0, data_rank 1, sp_rank 1, tp_rank 0.
+    Example: pp = 1, dp = 2, sp = 2, tp = 1. Rank 1 has data_rank 0 and sp_rank 1, and rank 2 has
+    data_rank 1 and sp_rank 0.
     """
 
     stage: int  # of the pipeline
@@ -995,8 +997,8 @@ def make_labels(run: Run, windows: Tensor, own_tokens: Tensor) -> Tensor:
     run.ignored_id, if it lies in the next document, or if this is not the last stage, which has the
     loss. Example, if token 0 ends a document and labels_ahead is 1:
 
-        tokens   5       6   0        7   8
-        labels   6       0   IGNORE   8   ...
+        tokens   5   6   0        7   8
+        labels   6   0   IGNORE   8   ...
     """
     ahead = LLaMA.labels_ahead
     labels = torch.stack([windows[:, own_tokens + 1 + i] for i in range(ahead)], -1)

@@ -127,7 +127,7 @@ REFUSED = [
     (
         """sed -i '1s/{/{"sliding_window": 16,/; s/"llama"/"mistral"/' hf/config.json"""
         " && train.py --init hf:hf",
-        "--seq 32: .*sliding windows of 16 tokens.*; at most --seq 16",
+        "--seq 32: .*sliding windows of 16 tokens.*Take at most --seq 16",
     ),
     (
         """sed -i 's/"default"/"linear", "factor": 2.0/' hf/config.json"""
@@ -157,7 +157,7 @@ REFUSED = [
     ),
     (
         "truncate -s -1 o/step*/rank*-0* && train.py --resume o/step-00000001",
-        r"rank-00000-0.safetensors has \d+ bytes, not \d+; others",
+        r"rank-00000-0.safetensors has \d+ bytes, not \d+; name another",
     ),
     (
         """sed -i 's/"step": 1/"step": 3/' o/step*/meta.json"""
