@@ -28,9 +28,9 @@ tokens per GPU per second (TGS), the seconds of the step, and the time left. OUT
 same numbers and more, one row per step.
 
 SIGTERM or SIGINT lets the run finish its step and save (checkpoint.py). A killed run loses only the
-steps since its last checkpoint: `--resume` continues from there with bit-equal losses. The exit
-status is 0 for a finished or stopped run, 1 for a run that failed, and 2 for flags or files that
-are refused.
+steps since its last checkpoint: `--resume` continues from there, and under the same plan its losses
+are bit-equal. The exit status is 0 for a finished or stopped run, 1 for a run that failed, and 2
+for flags or files that are refused.
 
 The order of the file is the order of a command:
 
@@ -1332,15 +1332,15 @@ class LoopState:
 
     step: int  # steps done
     samples: int  # sequences seen
-    last_saved_step: int = -1  # of a checkpoint of these weights; -1: none
-    skips_in_a_row: int = 0  # the last steps, if they were not finite and so changed no weight
+    last_saved_step: int = -1  # the step of the newest checkpoint; -1: none
+    skips_in_a_row: int = 0  # number of last steps that were not finite and so changed no weight
     failure: str = ""  # what went wrong; the run saves, and exits with status 1
     stop_reason: str = ""  # why the run ends before --steps: a failure or a signal
 
 
 def is_due(every: int, step: int) -> bool:
-    """Return whether something that happens after each `every` steps happens after this one. 0 and
-    -1 have other meanings."""
+    """Return whether something that happens once per `every` steps happens after this step. 0 (only
+    at the end) and -1 (never) are never due."""
     return every > 0 and step % every == 0
 
 
@@ -1368,9 +1368,10 @@ def train(
     ranks."""
     cfg = run.cfg
     state = LoopState(run.start_step, run.start_samples)
+    # no checkpoint is needed of weights that a checkpoint has already, or that are only evaluated
     only_evaluates = cfg.steps == 0 and cfg.eval_every > 0
     if run.resumed or only_evaluates:
-        state.last_saved_step = state.step  # before the first step there is nothing new to save
+        state.last_saved_step = state.step
     log = open_to_append(Path(cfg.out, "log.jsonl")) if run.rank == 0 else open(os.devnull, "a")
 
     if state.step < cfg.steps:
@@ -1382,7 +1383,7 @@ def train(
         log_row(log, {"step": state.step} | evaluate(run, model), f"step {state.step}")
 
     progress = start_progress_thread(run, states)
-    signals = install_signal_handlers()  # not earlier: a signal before there was nothing to save
+    signals = install_signal_handlers()  # not earlier: until here a signal may simply end the run
     while state.step < cfg.steps and not state.stop_reason:
         # schedule: what belongs to this step
         lr = learning_rate(run, state.step)
