@@ -174,7 +174,7 @@ def groups_of(tp: int, pp: int) -> Groups:
 def random_batch(run: Run) -> train.Batch:
     """Return uniform random tokens and their labels (M, B, T/sp). Data-parallel ranks get
     different ones."""
-    random = np.random.default_rng(run.coordinates[1])
+    random = np.random.default_rng(run.coordinates.data_rank)
     return train.load_batch(
         run, 0, lambda i: random.integers(run.plan.model.vocab, size=run.plan.seq + 1)
     )
@@ -183,8 +183,8 @@ def random_batch(run: Run) -> train.Batch:
 def make_step(run: Run) -> Step:
     """Build a step as train.py does. A collective."""
     groups = groups_of(run.plan.tp, run.plan.pp)
-    train.describe(run)
-    model, states = train.build(run, train.make_attention(run, groups), groups)
+    train.print_plan(run)
+    model, states = train.build_model(run, train.make_attention(run, groups), groups)
     train.load_random_weights(run, states)
     batch = random_batch(run)
     if run.plan.pp > 1:

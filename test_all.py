@@ -476,13 +476,13 @@ def make_run(case: dict, groups: dict, stream: type) -> tuple:
         ),
         case["kernel"],
         plan,
-        train=SimpleNamespace(sample=windows),
+        training=SimpleNamespace(sample=windows),
         ignored_id=IGNORED,
     )
     m.Block = {"fork": ForkBlock, "gated": GatedBlock}.get(case["block"], Block)
     there = groups_of(plan, groups)
     let_streams_be(stream)
-    built, states = train.build(run, train.make_attention(run, there), there)
+    built, states = train.build_model(run, train.make_attention(run, there), there)
     return run, built, states
 
 

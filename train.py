@@ -1,22 +1,49 @@
-"""What happens, in order? flags -> device -> model -> data -> plan -> build -> loop.
+"""Train a language model: flags -> device -> model -> data -> plan -> build -> loop.
 
-    python train.py                                   a laptop: a tiny model, the machine's own text
-    torchrun --nproc_per_node 8 train.py --model 7b   one process a GPU, the same code path
+    python train.py                                   a laptop: a tiny model on Python's own sources
+    torchrun --nproc_per_node 8 train.py --model 7b   one process per GPU, the same code path
     python train.py --help                            every flag
 
-A step draws `batch` sequences (data.py), and splits them over the data-parallel ranks and then into
-micro-batches; the sp ranks of each hold parts of the same sequences. The loss is the sum over all
-valid tokens divided by their number, so no split changes it. What flags leave open (sp, p, g, os,
-what layers keep) is chosen by planner.py, from counted bytes and predicted times, and printed.
-Stopped by SIGTERM or SIGINT, a run finishes its step and saves (checkpoint.py); killed, it
-continues from OUT's newest step with `--resume` as if nothing had happened.
+One step draws --batch sequences. Every data-parallel rank takes its share of them and runs it in
+micro-batches, whose gradients accumulate. The ranks of a sequence-parallel group hold different
+tokens of the same sequences. The loss is
 
-    settle     flags, device, model, data and plan, in straight code
-    prepare    build makes a rank's part of the model and its states; first weights
-    train      is the loop; run_step is a step, and its docstring says what runs beside what
+    sum of the losses of all valid tokens / number of valid tokens        over all ranks
 
-Legend: pp * dp * sp * tp ranks, R = dp * sp of them of one stage and column; M micro-batches a step
-and rank, B sequences a micro-batch, T tokens a sequence, T/sp on a rank.
+so it does not depend on how the step is split. planner.py chooses what the flags leave open (sp, p,
+g, os, which activations stay on the GPU) from counted bytes and predicted times.
+
+For example, `python train.py --device cpu --seq 64 --batch 4 --steps 4` prints (shortened)
+
+    model: 1,869,504 parameters, 1.15e+07 FLOPs per token causal, 1.18e+07 full, at 64 tokens; ...
+    data stdlib: 14,399,194 tokens, 213,738 training and 11,249 validation sequences
+    plan: tp 1, pp 1x1, sp 1, ring 1, groups 1, batch 1x1x4, p,g,os 1,1,1 intra, layers keep all ...
+    step 1/4 loss 5.9710 grad 5.190 lr 3.00e-03 TGS 839 0.31 s left 0:00:01
+    ...
+    step 4/4 loss 3.5962 grad 1.967 lr 9.75e-04 TGS 1,840 0.14 s left 0:00:00 val_loss 3.0179
+    saved out/step-00000004
+
+A step's line has its mean loss, the gradient's global norm before clipping, the learning rate, the
+tokens per GPU per second (TGS), the seconds of the step, and the time left. OUT/log.jsonl has the
+same numbers and more, one row per step.
+
+SIGTERM or SIGINT lets the run finish its step and save (checkpoint.py). A killed run loses only the
+steps since its last checkpoint: `--resume` continues from there, and under the same plan its losses
+are bit-equal. The exit status is 0 for a finished or stopped run, 1 for a run that failed, and 2
+for flags or files that are refused.
+
+The order of the file is the order of a command:
+
+    configure    check the flags, and choose device, model, data and plan -> Run
+    build_run    build this rank's part of the model and its states, and load the first weights
+    train        the loop; run_step is one step, and its docstring says what overlaps with what
+
+Legend: R = dp * sp of the pp * dp * sp * tp ranks have the same stage and the same tp_rank. M
+micro-batches per step and rank, B sequences per micro-batch, b = M * B sequences per rank, T tokens
+per sequence, T/sp of them on a rank, and n of these between matrix products: T/sp, or T/sp/tp if
+the tensor-parallel mode splits tokens.
+
+Left out: a learning-rate schedule besides the cosine, several data sets with weights, generation.
 """
 
 import contextlib
@@ -37,6 +64,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -83,7 +111,7 @@ from model import (
 from offload import ChunkedLayers
 from ops import IGNORE, accumulation_dtype
 from optim import OPTIMIZERS, check_optimizer
-from pipeline import Pipeline, keep_stage, max_in_flight, pipeline_order
+from pipeline import Pass, Pipeline, keep_stage, max_in_flight, pipeline_order
 from planner import (
     DTYPES,
     Constraints,
@@ -114,373 +142,530 @@ from shard import States, check_weights
 from streams import GIB, CommStream, host_budget
 from tensor import TensorParallel, check_tensor_parallel, split_model
 
-EVAL_SEQUENCES = 64  # most of a validation
-MAX_SKIPS = 5  # non-finite steps in a row that end the run
+EVAL_SEQUENCES = 64  # an evaluation takes at most so many sequences
+MAX_SKIPS = 5  # after so many non-finite steps in a row the run ends
 
 # ---------------------------------------------------------------------------- flags
 
 
 @dataclass(frozen=True)
 class Config(Constraints):
-    """Every flag: these, and what they leave to the planner. None is `auto`, and stays so but for
-    what defines a run: model, seq, batch, lr, document_token."""
+    """All flags of train.py: the fields below, and the Constraints that restrict the planner.
+
+    None stands for `auto`, and stays None after the planner has chosen, so that a resumed run on
+    other ranks chooses again. The exceptions define the run, and get their values once: model, seq,
+    batch, lr, document_token.
+    """
 
     # fmt: off
     model: str = flag(
-        "auto", "auto: tiny on a CPU, 7b on GPUs, of --init its own", among=("auto", *MODELS),
-        group="what is trained, on what, how long")
+        "auto", "model to train; auto: tiny on a CPU, 7b on GPUs, or the model that --init imports",
+        among=("auto", *MODELS), group="model, data and schedule")
     init: str = flag(
         "random", "first weights: random, or hf:DIR, a Hugging Face folder of Llama, Mistral, "
-        "Qwen2, Qwen2.5 or Qwen3 in safetensors; a resumed run does not need DIR")
+        "Qwen2, Qwen2.5 or Qwen3 in safetensors. A resumed run does not need DIR")
     rope_scaling: str = flag(
-        "", "for sequences past the trained length: linear:FACTOR, llama3:FACTOR or yarn:FACTOR "
-        "times what the model reaches, which keeps its own kind; or theta:BASE, another base")
+        "", "let the rotary embedding reach longer sequences than the model was trained on. "
+        "linear:FACTOR, llama3:FACTOR and yarn:FACTOR multiply the length that it reaches; a model "
+        "that has one of these kinds keeps that kind. theta:BASE sets another base")
     data: str = flag(
-        "stdlib", "a text file or a folder of them (bytes are the tokens, without --tokenizer), "
-        "a .bin file of ids or a folder of them (val.bin: validation; uint16, or as FILE.bin.json "
-        'says: {"token_bytes": 4, "ignore": 0}: 0 is no label), or stdlib: the sources of Python')
-    seq: int | None = flag(None, "tokens a sequence; auto: 256 for tiny, else 4096", 1, 2**40)
+        "stdlib", "stdlib (the sources of Python's library), a text file, a .bin file of token "
+        "ids, or a folder of texts or of .bin files, of which val.bin is for validation. Without "
+        "--tokenizer the bytes of a text are its tokens. Ids have 2 bytes each, unless "
+        'FILE.bin.json says otherwise: {"token_bytes": 4, "ignore": 0} means 4 bytes each, and '
+        "that token 0 is never a label")
+    seq: int | None = flag(
+        None, "tokens per sequence; auto: 256 for tiny, else 4096", 1, 2**40)
     steps: int = flag(
-        200, "of the whole run; 0: initialise, save, export; with --eval-every 1 evaluate alone",
-        0, 2**40)
+        200, "steps of the whole run, with those before a resume. 0: initialise, save and export; "
+        "with --eval-every 1, evaluate and do not save", 0, 2**40)
     lr: float | None = flag(
-        None, "peak learning rate; auto: 3e-3 for tiny, 6e-4 for 160m, 2e-5 for --init, else 3e-4",
+        None, "peak learning rate; auto: 3e-3 for tiny, 6e-4 for 160m, 2e-5 with --init, else 3e-4",
         0, 1e30)
     min_lr: float = flag(
-        0.1, "the cosine decay's end, as a fraction of --lr, at --steps of the first command: a "
-        "resumed run that has more goes on at it", 0, 1)
+        0.1, "final learning rate as a fraction of --lr. The decay ends at the --steps of the "
+        "first command; a resumed run with more steps stays at this rate", 0, 1)
     warmup: int | None = flag(
         None, "steps of linear warm-up; auto: a quarter of --steps, at most 500", 0, 2**40)
-    weight_decay: float = flag(0.1, "of matrices, not of norms and biases", 0)
-    clip: float = flag(1.0, "largest global norm of the gradient; 0: no clipping", 0, 1e30)
-    seed: int = flag(0, "of the weights and of the order of the data", 0, 2**31 - 1)
-    device: str = flag("auto", "auto: GPUs, if any", among=("auto", "cpu", "cuda"),
-                      group="on which machine")
-    dtype: str = flag("auto", "auto: bf16 on GPUs, else fp32", among=("auto", *DTYPES))
+    weight_decay: float = flag(0.1, "weight decay of matrices; norms and biases have none", 0)
+    clip: float = flag(
+        1.0, "global norm of the gradient to which a larger one is scaled down; 0: no clipping",
+        0, 1e30)
+    seed: int = flag(0, "seed of random weights and of the order of the data", 0, 2**31 - 1)
+    device: str = flag(
+        "auto", "where to train; auto: on GPUs if there are any, else on the CPU",
+        among=("auto", "cpu", "cuda"), group="machine")
+    dtype: str = flag(
+        "auto", "dtype of weights and activations; auto: bf16 on GPUs, fp32 on a CPU",
+        among=("auto", *DTYPES))
     memplan: str = flag(
-        "off", "addresses of a step's tensors, planned once; on one GPU with its states and whole "
-        "layers a step becomes a CUDA graph, in which Python runs no more: a fork's may not change "
-        "with the step, nor wait for the GPU", among=("off", "on"))
-    timeout: float = flag(600.0, "seconds after which a collective gives up on a lost rank", 1, 1e9)
-    dry_run: bool = flag(False, "print the best plans and their memory, and end")
+        "off", "on: plan the addresses of a step's tensors once. On one GPU that holds all states "
+        "and all activations, a step also becomes a CUDA graph. Python does not run in such a "
+        "step, so a fork's code in it must neither change from step to step nor wait for the GPU",
+        among=("off", "on"))
+    timeout: float = flag(
+        600.0, "seconds after which a collective gives up on a lost rank", 1, 1e9)
+    dry_run: bool = flag(False, "print the best plans with their memory, and end")
     out: str = flag(
-        "out", "folder of log.jsonl, loss.png (by step, and by position) and checkpoints",
-        group="files")
-    eval_every: int = flag(0, "steps between validations; 0: at the end; -1: never", -1, 2**40)
+        "out", "folder for checkpoints, log.jsonl and loss.png, which draws the loss by step and "
+        "by position", group="files and checkpoints")
+    eval_every: int = flag(
+        0, "steps between evaluations; 0: only at the end; -1: never", -1, 2**40)
     save_every: int = flag(
-        0, "steps between checkpoints; 0: at the end or when stopped; -1: never", -1, 2**40)
-    keep: int = flag(2, "checkpoints kept")
-    save_async: bool = flag(False, "write them while steps go on, from copies in host memory")
+        0, "steps between checkpoints; 0: only at the end or when the run is stopped; -1: never",
+        -1, 2**40)
+    keep: int = flag(2, "number of checkpoints to keep; older ones are deleted")
+    save_async: bool = flag(
+        False, "copy the states to host memory, and write the checkpoint while the next steps run")
     resume: str = flag(
-        "never", "never, latest (said alone, too), auto (latest, if there is one) or a "
-        "checkpoint's folder: goes on under its flags, but for those that are given")
+        "never", "never, latest, auto (latest if there is one), or the folder of a checkpoint to "
+        "continue from; --resume without a value means latest. The run keeps its flags, except "
+        "those that this command gives")
     export: str = flag(
-        "", "folder for a Hugging Face checkpoint of the last weights in --dtype, of the "
-        "architecture that was imported (else Llama), with its tokenizer and license")
+        "", "folder for a Hugging Face checkpoint of the last weights in --dtype, with tokenizer "
+        "and license. Its architecture is that of the imported model, else Llama")
     # fmt: on
 
     def __post_init__(self):
-        """Raise ValueError for flags out of their range, or that contradict each other."""
+        """Raise ValueError if a flag is out of its range or contradicts another flag."""
         check_values(self)
         if not re.fullmatch("random|hf:.+", self.init):
-            raise ValueError(f"--init {self.init}: random or hf:DIR")
+            raise ValueError(
+                f"--init {self.init} is unknown. Say random, or hf:DIR with a Hugging Face folder"
+            )
 
     @property
     def import_folder(self) -> str:
-        """Return DIR of --init hf:DIR, else an empty text."""
+        """Return DIR of --init hf:DIR, or an empty text."""
         return self.init.partition("hf:")[2]
 
 
-OF_A_COMMAND = {"resume", "out", "export", "dry_run"}  # not of the run that it goes on with
+# Flags of a command, which a resumed run does not inherit
+NOT_INHERITED = {"resume", "out", "export", "dry_run"}
 
 
 def parse(argv: list[str] | None = None) -> dict:
-    """Return the flags that a command gives, by the names of their fields."""
+    """Return only the flags that a command gives, by the names of Config's fields."""
     return vars(make_parser(Config, __doc__.split("\n")[0]).parse_args(argv))
 
 
-def resumed_flags(given, old):
-    """Return the flags of the run to resume, updated by those that are given: the same tokens a
-    step, if --seq is given and --batch is not. Raises ValueError, also for weights from another
-    folder than that of the run, however it is spelt."""
-    known = flags_of(Config).keys() & old.keys() - OF_A_COMMAND
+def resumed_flags(command_flags: dict, old: dict) -> Config:
+    """Return the flags of the run to resume, updated by those that the command gives.
+
+    If the command gives --seq and no --batch, a step keeps its number of tokens. Raises ValueError
+    if `old`, the flags in meta.json, is not valid, or if --init names other weights than those that
+    the run began with.
+    """
+    inherited = flags_of(Config).keys() & old.keys() - NOT_INHERITED
+    flags = {name: old[name] for name in inherited}
     try:
-        Config(**{name: old[name] for name in known})
-    except Exception as e:  # whatever a file may say
-        raise ValueError(f"--resume: meta.json does not hold the flags of a run: {e}") from e
-    init = given.get("init", old["init"])
-    if len({Path(text.removeprefix("hf:")).resolve() for text in (init, old["init"])}) > 1:
-        raise ValueError(f"--init {init}: the run to resume began with {old['init']}; drop it")
-    flags = {name: old[name] for name in known} | given
+        Config(**flags)
+    except Exception as e:  # a file may hold anything
+        raise ValueError(
+            f"--resume: the flags in the checkpoint's meta.json are invalid: {e}"
+        ) from e
+
+    init = command_flags.get("init", old["init"])
+    folder, old_folder = (Path(text.removeprefix("hf:")).resolve() for text in (init, old["init"]))
+    if folder != old_folder:  # the same folder may be spelt in two ways
+        raise ValueError(
+            f"--init {init}: --init cannot change on resume, and the run began with --init "
+            f"{old['init']}. Drop --init"
+        )
+
+    flags |= command_flags
     flags["seq"] = flags["seq"] or old["seq"]
-    if "batch" not in given:
+    if "batch" not in command_flags:
         flags["batch"] = max(1, old["batch"] * old["seq"] // flags["seq"])
     return Config(**flags)
 
 
-# ---------------------------------------------------------------------------- setup
+# ---------------------------------------------------------------------------- configuration
 
-# said once by a backward's thread, whose context PyTorch then makes
+# When cuBLAS first runs on the thread of backward, that thread has no CUDA context. PyTorch makes
+# one, and warns about it once.
 warnings.filterwarnings("ignore", "Attempting to run cuBLAS")
 
 
-def expandable_segments() -> None:
-    """Let PyTorch's allocator map memory where a block needs it: without, the pieces between what
-    layers keep add up to gigabytes. What the environment says goes before."""
-    if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & set(os.environ):
-        torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
+class Coordinates(NamedTuple):
+    """Where a rank stands. From rank to rank tp_rank changes fastest, then sp_rank, then data_rank.
+
+    Example: pp = 1, dp = 2, sp = 2, tp = 1. Rank 1 has data_rank 0 and sp_rank 1, and rank 2 has
+    data_rank 1 and sp_rank 0.
+    """
+
+    stage: int  # of the pipeline
+    data_rank: int  # ranks that differ in it have different sequences
+    sp_rank: int  # ranks that differ only in it have different tokens of the same sequences
+    tp_rank: int  # ranks that differ only in it share each layer's matrices
 
 
 @dataclass(frozen=True)
 class Run:
-    """What a command has settled."""
+    """What `configure` has decided about a training run, before anything is built."""
 
     cfg: Config
     rank: int
     device: torch.device
-    kernel: str
+    kernel: str  # the name of an attention kernel
     plan: costs.Plan
-    hardware: Hardware | None = None
-    train: Sequences | None = None
-    val: Sequences | None = None
-    ignored_id: int = -1  # that is never a label, as the data says; -1: none
-    start: int = 0  # the step, and ...
-    samples: int = 0  # ... the sequences seen, that it goes on from
-    record: dict | None = None  # what a checkpoint says of it
-    resumed: checkpoint.Checkpoint | None = None  # that it goes on from, or ...
-    read: Callable | None = None  # ... of an import: name -> tensor
+    hardware: Hardware | None = None  # what the plan is for
+    training: Sequences | None = None
+    validation: Sequences | None = None
+    ignored_id: int = -1  # a token that is never a label, as FILE.bin.json says; -1: none
+    start_step: int = 0  # steps that were done before this command ...
+    start_samples: int = 0  # ... and the sequences that they have seen
+    meta: dict | None = None  # what meta.json of each checkpoint says: flags, model, config.json
+    resumed: checkpoint.Checkpoint | None = None  # first weights: this checkpoint, ...
+    read_weights: Callable | None = None  # ... else this import, name -> tensor, else random ones
 
     @property
-    def coordinates(self) -> tuple:
-        """Return this rank's stage, its number among data-parallel ranks, among those of a
-        sequence, and its column."""
+    def coordinates(self) -> Coordinates:
         plan = self.plan
-        return tuple(map(int, np.unravel_index(self.rank, (plan.pp, plan.dp, plan.sp, plan.tp))))
+        indices = np.unravel_index(self.rank, (plan.pp, plan.dp, plan.sp, plan.tp))
+        return Coordinates(*map(int, indices))
 
 
-def choose_device(cfg, local_rank):
-    """Return this process's device, and make a GPU the current one. Raises ValueError if it is not
-    there."""
+def use_expandable_segments() -> None:
+    """Let PyTorch's allocator map memory where a block needs it, unless the environment configures
+    the allocator. Otherwise, the gaps between the activations that layers save add up to
+    gigabytes."""
+    if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & set(os.environ):
+        torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
+
+
+def choose_device(cfg: Config, local_rank: int) -> torch.device:
+    """Return this process's device, and make it the current one if it is a GPU. Raises ValueError
+    if this process has no GPU, or if PyTorch is too old."""
     if torch.__version__ < "2.11":
-        raise ValueError(f"torch {torch.__version__}: at least 2.11")
+        raise ValueError(f"torch {torch.__version__} is too old: train.py needs at least 2.11")
     gpus = torch.cuda.device_count()
     if cfg.device == "cpu" or (cfg.device == "auto" and not gpus):
         return torch.device("cpu")
     if local_rank >= gpus:
+        advice = f"Start at most {gpus} processes per node, or pass" if gpus else "Pass"
         raise ValueError(
-            f"--device {cfg.device}: this node has {gpus} GPUs, and this process is "
-            f"number {local_rank}; --device cpu, or at most {gpus} processes a node"
+            f"--device {cfg.device}: this node has {gpus} GPUs, and none is left for the process "
+            f"with local rank {local_rank}. {advice} --device cpu"
         )
     if cfg.pp != 1:
         use_more_queues()
     device = torch.device("cuda", local_rank)
     torch.cuda.set_device(device)
-    expandable_segments()
+    use_expandable_segments()
     return device
 
 
 def choose_model(cfg: Config, device: torch.device, resumed: checkpoint.Checkpoint | None) -> tuple:
-    """Return the flags with the model's name (auto: an import's), --seq and --lr; the model;
-    config.json of an import, {} of others; and what reads its weights, name -> tensor, if it is
-    new. Raises ValueError, also if the checkpoint to resume is of another model: only a
-    --rope-scaling, the first or of the same kind, may be new."""
-    name, read = cfg.model, None
+    """Return the flags, the model, its config.json, and a function that reads its first weights.
+
+    flags         cfg with --model, --seq and --lr instead of `auto`; an imported model stays `auto`
+    config.json   as a dict, of an import, also of a resumed one; {} of other models
+    the function  name -> tensor for a new import, else None
+
+    Raises ValueError, also if the checkpoint to resume is of another model. Only --rope-scaling may
+    change on resume: it may be new, or extend scaling of the same kind.
+    """
+    name, read_weights = cfg.model, None
     source = resumed.meta["source"] if resumed else {}
     if cfg.import_folder and not resumed:
         imported, source = hf.read_config(cfg.import_folder)
         if name != "auto":
-            raise ValueError(f"--model {name}: with --init hf:DIR the model is DIR's; drop it")
-        read = hf.open_weights(cfg.import_folder, imported)
+            raise ValueError(
+                f"--model {name}: --init hf:DIR brings its own model. Drop --model, or --init"
+            )
+        read_weights = hf.open_weights(cfg.import_folder, imported)
     elif name == "auto" and not source:
         name = "tiny" if device.type == "cpu" else "7b"
     model = hf.model_of(source) if name == "auto" else MODELS[name]
-    usual = {"tiny": 3e-3, "160m": 6e-4, "auto": 2e-5}
+
+    default_lrs = {"tiny": 3e-3, "160m": 6e-4, "auto": 2e-5}
     cfg = replace(
         cfg,
         model=name,
         seq=cfg.seq or (256 if name == "tiny" else 4096),
-        lr=usual.get(name, 3e-4) if cfg.lr is None else cfg.lr,
+        lr=default_lrs.get(name, 3e-4) if cfg.lr is None else cfg.lr,
     )
+
     window = hf.sliding_window(source)
     if 0 < window < cfg.seq:
         raise ValueError(
-            f"--seq {cfg.seq}: the weights were trained with sliding windows of "
-            f"{window} tokens, which are not built; at most --seq {window}"
+            f"--seq {cfg.seq}: the imported weights were trained with sliding windows of {window} "
+            f"tokens, which train.py does not have. Take at most --seq {window}"
         )
+
+    # max_positions is the length that a model says it reaches. It is raised to `reach`
     model = hf.with_rope(cfg.rope_scaling, model)
     kind, _, _ = cfg.rope_scaling.partition(":")
     if resumed:
-        changes = "rope_theta" if kind == "theta" else "rope_scaling"
-        checkpoint.check_same_model(resumed, model, {"max_positions", kind and changes})
-        reach = resumed.meta["model"]["max_positions"]  # it may have been trained at more
-    # an import reaches further by its flags alone, and YaRN's reach is a number to compute by
-    elif source and kind != "theta" or rope_kind(model.rope_scaling) == "yarn":
-        reach = 0
+        may_differ = {"max_positions"}
+        if kind == "theta":
+            may_differ.add("rope_theta")
+        elif kind:
+            may_differ.add("rope_scaling")
+        checkpoint.check_same_model(resumed, model, may_differ)
+        reach = resumed.meta["model"]["max_positions"]  # the run may have had a longer --seq
+    elif source and kind != "theta":
+        reach = 0  # an import reaches further only if --rope-scaling says so
+    elif rope_kind(model.rope_scaling) == "yarn":
+        reach = 0  # YaRN's length is its factor times the original length, and an export says so
     else:
         reach = cfg.seq
-    return cfg, replace(model, max_positions=max(model.max_positions, reach)), source, read
+    model = replace(model, max_positions=max(model.max_positions, reach))
+    return cfg, model, source, read_weights
 
 
-def open_data(cfg, model):
-    """Return the flags with --document-token, training and validation sequences, and what tells
-    changed data from the same. Tokens that --tokenizer makes of text the first rank writes, if they
-    are not there; the others wait, which may take hours. Raises ConfigError. A collective of all
-    ranks."""
-    path, end = cfg.data, -1
+def open_data(cfg: Config, model: ModelConfig) -> tuple:
+    """Return the flags with --document-token, training and validation sequences, and a fingerprint
+    of the data files.
+
+    With --tokenizer, rank 0 writes the tokens of the text unless an earlier run has done so. The
+    other ranks wait, which may take hours. Raises ConfigError. A collective of all ranks.
+    """
+    path, document_token = cfg.data, -1
     if cfg.tokenizer:
-        # a first rank that dies closes its connections, which ends the others
-        path, end = on_rank_0(
+        # patient_group has no time-out. If rank 0 dies, its connections close and end the others
+        path, document_token = on_rank_0(
             tokenise, cfg.data, cfg.tokenizer, Path(cfg.out) / "tokens", group=patient_group()
         )
     if cfg.document_token is None:
-        cfg = replace(cfg, document_token=end)
+        cfg = replace(cfg, document_token=document_token)
 
     if cfg.document_token >= model.vocab:
         raise ConfigError(
-            f"--document-token {cfg.document_token}: the model's vocabulary ends at "
+            f"--document-token {cfg.document_token}: the model's vocabulary ends at token "
             f"{model.vocab - 1}"
         )
     if cfg.document_token >= 0 and cfg.memplan == "on":
         raise ConfigError(
-            "--memplan on: requests differ with each batch's documents: --memplan "
-            "off, or --document-token -1"
+            "--memplan on cannot plan steps with documents, because the tensors of a step differ "
+            "with each batch's documents. Pass --memplan off, or --document-token -1"
         )
 
     def read():
-        corpora = open_corpus(path)
-        there = [*filter(None, corpora)]
-        check_tokens(there, model.vocab, dist.get_rank(), dist.get_world_size())
-        return *split(*corpora, cfg.seq, cfg.seed, LLaMA.labels_ahead), fingerprint(there)
+        train_corpus, val_corpus = open_corpus(path)
+        corpora = [corpus for corpus in (train_corpus, val_corpus) if corpus]  # no val.bin: None
+        check_tokens(corpora, model.vocab, dist.get_rank(), dist.get_world_size())
+        training, validation = split(
+            train_corpus, val_corpus, cfg.seq, cfg.seed, LLaMA.labels_ahead
+        )
+        return training, validation, fingerprint(corpora)
 
-    return cfg, *all_or_none(read)
+    training, validation, data_fingerprint = all_or_none(read)
+    return cfg, training, validation, data_fingerprint
 
 
 def try_folder(folder: str) -> None:
-    """Raise ValueError if files cannot be written there."""
+    """Raise ValueError if files cannot be written to a folder, which is made if it is missing."""
     try:
         os.makedirs(folder, exist_ok=True)
         tempfile.TemporaryFile(dir=folder).close()
     except OSError as e:
-        raise ValueError(f"{folder} cannot be written: {e}; name another") from e
+        raise ValueError(f"{folder} cannot be written: {e}. Name another folder") from e
 
 
-def check_folders(cfg, model, source):
-    """Raise ValueError unless --out and --export can be written, and an export overwrites and
-    drops nothing."""
+def check_folders(cfg: Config, model: ModelConfig, source: dict) -> None:
+    """Raise ValueError unless --out and --export can be written, and the export overwrites no file
+    and drops nothing of the model."""
     try_folder(cfg.out)
     for name in ("lock", "log.jsonl"):
         own_or_absent(Path(cfg.out, name))
-    if cfg.export:
-        try_folder(cfg.export)
-        if {*os.listdir(cfg.export)} - {"partial"} or os.path.samefile(cfg.export, cfg.out):
-            raise ValueError(
-                f"--export {cfg.export}: the folder is not empty, or --out; name another"
-            )
-        if cfg.attention in KERNELS and not KERNELS[cfg.attention].plain:
-            raise ValueError(f"--export: nobody else computes --attention {cfg.attention}")
-        hf.export_config(model, source, torch.float32)
-        hf.files_beside(folders_beside(cfg))
+    if not cfg.export:
+        return
+
+    try_folder(cfg.export)
+    if os.path.samefile(cfg.export, cfg.out):
+        raise ValueError(f"--export {cfg.export} is also --out. Name another folder")
+    if set(os.listdir(cfg.export)) - {"partial"}:  # a killed export leaves `partial`
+        raise ValueError(f"--export {cfg.export} is not empty. Name another folder")
+    if cfg.attention in KERNELS and not KERNELS[cfg.attention].plain:
+        raise ValueError(
+            f"--export: Hugging Face's models cannot compute --attention {cfg.attention}. "
+            "Drop --export"
+        )
+    hf.export_config(model, source, torch.float32)
+    hf.files_beside(companion_folders(cfg))
 
 
 def choose_plans(
-    cfg: Config, model: ModelConfig, device: torch.device, gpu: float | None = None
+    cfg: Config, model: ModelConfig, device: torch.device, gpu_bytes: float | None = None
 ) -> tuple[list[costs.Plan], Hardware]:
-    """Return the best plans for what flags leave open but dtype, by predicted time, and what they
-    are for: the ranks, the profile of their devices, and the memory that the smallest of them has.
-    gpu: bytes of a GPU to plan with, if not its own. Raises ConfigError. A collective of all ranks:
-    all come to the same plans."""
+    """Return the best plans by predicted time, and the hardware that they are for.
+
+    The plans choose whatever the flags leave open, except the dtype. The hardware says how many
+    ranks there are, the profile of their devices, and the memory of the rank that has least.
+    gpu_bytes: what to plan for, instead of this GPU's memory. Raises ConfigError. A collective of
+    all ranks, which all get the same plans.
+    """
     world = dist.get_world_size()
     per_node = int(os.environ.get("LOCAL_WORLD_SIZE", world))
     profile = on_rank_0(hardware.known_profile, device_name(device), per_node)
-    total = 2**60
+
+    total = planner.NO_LIMIT
     if device.type == "cuda":
         total = torch.cuda.get_device_properties(device).total_memory
-    gpus = gather_objects(gpu or planner.GPU_SHARE * min(total, cfg.gpu_memory or total))
-    hosts = gather_objects(all_or_none(host_budget, per_node, cfg.host_memory))
-    there = Hardware(world, per_node, profile, min(gpus), min(hosts))  # of all, one plan
-    usual = 2**12 if cfg.model == "tiny" else 2**19
-    return all_or_none(planner.plan, replace(cfg, default_tokens=usual), model, there), there
+    own_gpu_bytes = planner.GPU_SHARE * min(total, cfg.gpu_memory or total)
+    gpu_budgets = gather_objects(gpu_bytes or own_gpu_bytes)
+    host_budgets = gather_objects(all_or_none(host_budget, per_node, cfg.host_memory))
+    cluster = Hardware(world, per_node, profile, min(gpu_budgets), min(host_budgets))
+
+    default_tokens = 2**12 if cfg.model == "tiny" else 2**19  # per step
+    constraints = replace(cfg, default_tokens=default_tokens)
+    return all_or_none(planner.plan, constraints, model, cluster), cluster
 
 
 def device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
 
 
-def cap_gpu(run: Run) -> None:
-    """Hold PyTorch's allocator to --gpu-memory, less what ranks map from each other beside it."""
-    if run.cfg.gpu_memory and run.device.type == "cuda":
-        _, total = torch.cuda.mem_get_info()
-        share = (run.cfg.gpu_memory - costs.all_to_all_buffer_bytes(run.plan)) / total
-        torch.cuda.set_per_process_memory_fraction(min(1.0, share))
+def configure(command_flags: dict, local_rank: int) -> Run:
+    """Decide what the flags ask for, and print it. Raises ConfigError. A collective of all ranks.
 
-
-def introduce(run, plans):
-    """Print the flags that are not as usual, the model, the data, and what was chosen."""
-    cfg, model = run.cfg, run.plan.model
-    print0(
-        "config:",
-        *(
-            f"{name}={getattr(cfg, name)}"
-            for name, f in flags_of(cfg).items()
-            if getattr(cfg, name) != f.default
-        ),
+    command_flags: of `parse`.
+    """
+    # ---- flags
+    cfg = all_or_none(lambda: Config(**command_flags))
+    may_differ = {"host_memory", "gpu_memory"}  # the smallest value of all ranks counts
+    check_same(
+        {flag_name(name): value for name, value in asdict(cfg).items() if name not in may_differ}
     )
+    resumed = checkpoint.choose_checkpoint(Path(cfg.out), cfg.resume)
+    if resumed:
+        old = resumed.meta["config"]
+        cfg = all_or_none(resumed_flags, command_flags, old)
+
+    # ---- device
+    device = all_or_none(choose_device, cfg, local_rank)
+    dtype = cfg.dtype
+    if dtype == "auto":
+        dtype = "bf16" if device.type == "cuda" else "fp32"
+
+    # ---- model
+    cfg, model, source, read_weights = all_or_none(choose_model, cfg, device, resumed)
+
+    # ---- data
+    if not cfg.dry_run:
+        all_or_none(check_folders, cfg, model, source)
+    cfg, training, validation, data_fingerprint = open_data(cfg, model)
+
+    # ---- plan
+    with_documents = cfg.document_token >= 0
+    kernel = all_or_none(pick_kernel, cfg.attention, device, DTYPES[dtype], with_documents)
+    check_same(
+        {
+            "the data": data_fingerprint,
+            "the model": model,
+            "--attention": kernel,
+            "LOCAL_WORLD_SIZE": os.environ.get("LOCAL_WORLD_SIZE"),
+        }
+    )
+    planner_flags = replace(cfg, dtype=dtype, most_sequences=training.count)
+    plans, cluster = choose_plans(planner_flags, model, device)
+    cfg = replace(cfg, batch=plans[0].batch)
+
+    # ---- where to start
+    start_step = start_samples = 0
+    decay_steps = cfg.steps
+    if resumed:
+        start_step = resumed.meta["step"]
+        # if --seq has changed, a sequence of this run is more or less than one of the old run
+        start_samples = resumed.meta["samples"] * old["seq"] // cfg.seq
+    if start_step:
+        decay_steps = old["decay_steps"]
+
+    # what losses depend on: flags, data, and the number of threads, which share the sums on a CPU
+    config = asdict(cfg) | {
+        "the data": data_fingerprint,
+        "threads": torch.get_num_threads(),
+        "decay_steps": decay_steps,
+    }
+    run = Run(
+        cfg,
+        dist.get_rank(),
+        device,
+        kernel,
+        plans[0],
+        hardware=cluster,
+        training=training,
+        validation=validation,
+        ignored_id=training.corpus.ignored_id,
+        start_step=start_step,
+        start_samples=start_samples,
+        meta={"config": config, "model": asdict(model), "source": source},
+        resumed=resumed,
+        read_weights=read_weights,
+    )
+    print_run(run, plans)
+    return run
+
+
+def print_run(run: Run, plans: list[costs.Plan]) -> None:
+    """Print flags that differ from their defaults, model, data and plan. A dry run prints all of
+    the plans, other runs on GPUs the best two."""
+    cfg, model = run.cfg, run.plan.model
+    not_default = [
+        f"{name}={getattr(cfg, name)}"
+        for name, field in flags_of(cfg).items()
+        if getattr(cfg, name) != field.default
+    ]
+    print0("config:", *not_default)
+
     causal, full = flops_per_token(model, cfg.seq)
     print0(
-        f"model: {param_count(model):,} parameters, {causal:.3g} FLOPs a token causal, "
-        f"{full:.3g} full, at {cfg.seq:,} tokens; on {device_name(run.device)}, attention by "
-        f"{run.kernel}"
+        f"model: {param_count(model):,} parameters, {causal:.3g} FLOPs per token causal, "
+        f"{full:.3g} full, at {cfg.seq:,} tokens; on {device_name(run.device)}, with attention "
+        f"kernel {run.kernel}"
     )
     if cfg.seq > model.max_positions:
         print0(
-            f"--seq {cfg.seq:,} is past the {model.max_positions:,} tokens that the rotary "
-            "embedding reaches; a larger factor of --rope-scaling extends it"
+            f"--seq {cfg.seq:,} is longer than the {model.max_positions:,} tokens that the rotary "
+            "embedding reaches. A larger factor of --rope-scaling extends it"
         )
     if model.tied:
         print0(
-            "the head of the import is its embedding: here they are trained as two matrices, "
-            "and exported as two unless they are still equal"
+            "The imported model uses its embedding as head, too. Here they are trained as two "
+            "matrices, and exported as two unless they are still equal"
         )
+
+    documents = ""
+    if cfg.document_token >= 0:
+        documents = f"; documents end with token {cfg.document_token}"
     print0(
-        f"data {cfg.data}: {len(run.train.corpus):,} tokens, {run.train.count:,} training and "
-        f"{run.val.count:,} validation sequences"
-        f"{f'; documents end with token {cfg.document_token}' * (cfg.document_token >= 0)}"
+        f"data {cfg.data}: {len(run.training.corpus):,} tokens, {run.training.count:,} training "
+        f"and {run.validation.count:,} validation sequences{documents}"
     )
-    describe(run, plans[1:] if cfg.dry_run else plans[1:2])
+    print_plan(run, plans[1:] if cfg.dry_run else plans[1:2])
 
 
-def describe(run: Run, others: Sequence[costs.Plan] = ()) -> None:
-    """Print what was chosen; what a GPU is predicted to do, also by other plans."""
+def print_plan(run: Run, other_plans: Sequence[costs.Plan] = ()) -> None:
+    """Print what the plan chooses. On a GPU or in a dry run, also print the predicted time and
+    memory of this plan and of others."""
     print0(
-        f"plan: {planner.in_words(run.plan)} (batch: data-parallel ranks x micro-batches x "
-        "sequences of one)"
+        f"plan: {planner.in_words(run.plan)} (batch: data-parallel ranks x micro-batches per rank "
+        "x sequences per micro-batch)"
     )
     if run.device.type == "cuda" or run.cfg.dry_run:
-        print0(planner.describe_plans([run.plan, *others], run.hardware))
+        print0(planner.describe_plans([run.plan, *other_plans], run.hardware))
 
 
-# ---------------------------------------------------------------------------- build, step
+# ---------------------------------------------------------------------------- build
 
 
 def make_attention(run: Run, groups: Groups) -> Attention:
-    """Return attention over the ranks of a sequence. A collective of all ranks."""
+    """Return attention over the ranks of a sequence-parallel group. A collective of all ranks."""
     plan = run.plan
     exchange = make_exchange(
         groups, plan.head_ranks, CommStream(run.device), plan.per_node // plan.tp
     )
-    return Attention(
-        run.kernel,
-        plan.head_groups,
-        exchange,
-        Ring(groups, plan.sp, plan.ring, CommStream(run.device)),
-        groups.tp_rank,
-    )
+    ring = Ring(groups, plan.sp, plan.ring, CommStream(run.device))
+    return Attention(run.kernel, plan.head_groups, exchange, ring, groups.tp_rank)
 
 
-def try_parts(run: Run) -> None:
-    """Try on small random tensors what a fork may get wrong without a word, of what this run uses:
-    an optimizer that updates parts of a matrix, a kernel on a ring, a layer cut in columns, an
-    export. Raises ConfigError with what differs. A collective of all ranks."""
+def self_test(run: Run) -> None:
+    """Test on small random tensors what this run uses and a fork may have changed: an optimizer
+    that updates shards of a matrix, a kernel in a ring, a layer split by tensor parallelism, an
+    export. Their mistakes would raise no error later. Raises ConfigError that says what differs. A
+    collective of all ranks."""
     plan = run.plan
     all_or_none(check_optimizer, plan.optimizer, OPTIMIZERS[plan.optimizer])
     if plan.ring > 1:
@@ -490,49 +675,44 @@ def try_parts(run: Run) -> None:
     if plan.tp > 1:
         all_or_none(check_tensor_parallel, plan.model, plan.tp_mode)
     if run.cfg.export:
-        on_rank_0(hf.check_export, plan.model, run.record["source"])
+        on_rank_0(hf.check_export, plan.model, run.meta["source"])
 
 
-def works_alone(run: Run) -> bool:
-    """Return whether a step is one stream of a GPU: of one rank, with its states and all that its
-    layers keep."""
-    where = run.device.type, run.plan.os_place, dist.get_world_size()
-    return where == ("cuda", "gpu", 1) and run.plan.activations is None
-
-
-def build(run: Run, op: Attention, groups: Groups) -> tuple[LLaMA | Pipeline, States]:
-    """Make what this rank has of the model, with layers in chunks if that is planned, and its
-    states. Raises ConfigError. A collective of all ranks."""
-    plan = run.plan
-    kept = plan.activations
-    with torch.device("meta"):
-        model = LLaMA(plan.model, op)
-    for of_whole in ("shapes", "weight_init"):  # kept from now, when the model is whole
-        all_or_none(getattr, model, of_whole)
-    all_or_none(check_weights, model, plan.pp)
-    all_or_none(split_model, model, TensorParallel(plan.tp_mode, groups))
-    parts = keep_stage(model, groups.stage, plan.pp, plan.pp_chunks)
-    order = pipeline_order(groups.stage, plan.pp, plan.pp_chunks, plan.micro_batches)
-    runners = all_or_none(
-        lambda: [  # of each part of the model on this stage
-            ChunkedLayers(
-                model,
-                (plan.micro_batch, plan.seq // plan.sp),
-                kept.for_virtual_stage(len(part)),
-                plan.chunk,
-                run.device,
-                plan.dtype,
-                max_in_flight(order, v),
-                part,
-            ).start
-            if kept
-            else run_blocks
-            for v, part in enumerate(parts)
-        ]
+def is_one_stream(run: Run) -> bool:
+    """Return whether a step needs no stream beside computation: one GPU holds all model states and
+    all activations."""
+    return (
+        run.device.type == "cuda"
+        and dist.get_world_size() == 1
+        and run.plan.os_place == "gpu"
+        and run.plan.activations is None
     )
-    model.layer_runner = runners[0]  # of one stage, the only one
-    # alone, nothing travels, and a graph's capture may not wait for other streams
-    overlaps = () if works_alone(run) else run.cfg.overlaps
+
+
+def build_model(run: Run, attention: Attention, groups: Groups) -> tuple[LLaMA | Pipeline, States]:
+    """Build this rank's part of the model, and its model states. Raises ConfigError. A collective
+    of all ranks.
+
+    The model is a Pipeline if there are several stages. Weights have no values yet.
+    """
+    plan = run.plan
+    with torch.device("meta"):
+        model = LLaMA(plan.model, attention)
+    # two cached properties, which must see the whole model: read them before it is split
+    for whole_model_property in ("shapes", "weight_init"):
+        all_or_none(getattr, model, whole_model_property)
+    all_or_none(check_weights, model, plan.pp)
+
+    # split matrices over the tensor-parallel group, then keep the layers of this stage
+    all_or_none(split_model, model, TensorParallel(plan.tp_mode, groups))
+    virtual_stages = keep_stage(model, groups.stage, plan.pp, plan.pp_chunks)
+    order = pipeline_order(groups.stage, plan.pp, plan.pp_chunks, plan.micro_batches)
+    runners = all_or_none(make_layer_runners, run, model, virtual_stages, order)
+    model.layer_runner = runners[0]  # without a pipeline, the only one
+
+    # A step of one stream overlaps nothing, and the capture of a CUDA graph may not wait for
+    # other streams
+    overlaps = () if is_one_stream(run) else run.cfg.overlaps
     states = States(
         model,
         run.device,
@@ -542,34 +722,140 @@ def build(run: Run, op: Attention, groups: Groups) -> tuple[LLaMA | Pipeline, St
         plan.os_layout,
         groups,
         overlap=overlaps,
-        gather_layers=kept is not None,
+        gather_layers=plan.activations is not None,
         num_chunks=plan.chunks,
         decay=run.cfg.weight_decay,
         storage=plan.os_place,
         optimizer=OPTIMIZERS[plan.optimizer],
     )
-    states.on_phase = mark  # a layer's pass, for plans of two levels
+    states.on_phase = mark  # tells --memplan where a layer's pass begins
     if plan.pp > 1:
         model = Pipeline(
-            model, parts, runners, groups, order, run.device, plan.dtype, "pipeline" in overlaps
+            model,
+            virtual_stages,
+            runners,
+            groups,
+            order,
+            run.device,
+            plan.dtype,
+            "pipeline" in overlaps,
         )
     return model, states
 
 
+def make_layer_runners(
+    run: Run, model: LLaMA, virtual_stages: list[range], order: list[Pass]
+) -> list[Callable]:
+    """Return, for each virtual stage, what runs its layers: whole, or in token chunks if the plan
+    swaps or recomputes activations. Raises ValueError."""
+    plan = run.plan
+    if plan.activations is None:
+        return [run_blocks for _ in virtual_stages]
+    micro_batch_shape = plan.micro_batch, plan.seq // plan.sp
+    return [
+        ChunkedLayers(
+            model,
+            micro_batch_shape,
+            plan.activations.for_virtual_stage(len(layers)),
+            plan.chunk,
+            run.device,
+            plan.dtype,
+            max_in_flight(order, i),
+            layers,
+        ).start
+        for i, layers in enumerate(virtual_stages)
+    ]
+
+
+def cap_gpu(run: Run) -> None:
+    """Limit PyTorch's allocator to --gpu-memory, minus the buffers that ranks map from each other,
+    which lie outside it."""
+    if run.cfg.gpu_memory and run.device.type == "cuda":
+        _, total = torch.cuda.mem_get_info()
+        share = (run.cfg.gpu_memory - costs.all_to_all_buffer_bytes(run.plan)) / total
+        torch.cuda.set_per_process_memory_fraction(min(1.0, share))
+
+
+def load_random_weights(run: Run, states: States) -> None:
+    states.load(
+        lambda name: initial_weight(
+            name, states.shapes[name], states.weight_init[name], run.cfg.seed, run.device
+        )
+    )
+
+
+def print_changes(run: Run) -> None:
+    """Print which flags, data and threads differ from those that the resumed checkpoint had."""
+    old = run.resumed.meta["config"]
+    changes = [
+        f"{name} {old.get(name)} -> {value}"
+        for name, value in run.meta["config"].items()
+        if name not in NOT_INHERITED and old.get(name) != value
+    ]
+    print0(
+        f"resumed {run.resumed.folder} at step {run.start_step}; changed:",
+        ", ".join(changes) or "nothing",
+    )
+
+
+def build_run(
+    run: Run,
+) -> tuple[LLaMA | Pipeline, States, StepMemory | None, checkpoint.Saver]:
+    """Build what is planned, and load the first weights: of a checkpoint, an import, or random.
+
+    Returns the model, its states, the memory plan of a step (or None), and what saves the states.
+    Raises ConfigError. A collective of all ranks.
+    """
+    cfg, out = run.cfg, Path(run.cfg.out)
+    self_test(run)
+    if cfg.save_every >= 0:
+        checkpoint.check_shared(out)
+    memory = all_or_none(plan_memory, run)
+    cap_gpu(run)
+    groups = Groups(cfg.timeout, run.plan.tp, run.plan.pp)
+    model, states = build_model(run, make_attention(run, groups), groups)
+
+    if run.resumed:
+        checkpoint.load_checkpoint(states, run.resumed)
+        print_changes(run)
+    elif run.read_weights:
+        states.load(run.read_weights)  # reads one tensor at a time
+    else:
+        load_random_weights(run, states)
+
+    room = None  # bytes of host memory for the copies of --save-async
+    if cfg.save_async:
+        room = run.hardware.host_budget - run.plan.host_bytes
+    saver = all_or_none(checkpoint.Saver, out, cfg.keep, states, patient_group(), room)
+    # This comes last, so that a run that is refused above has moved no file of an earlier run
+    trains = run.start_step < cfg.steps
+    on_rank_0(checkpoint.prepare_out, out, run.resumed, trains)
+    return model, states, memory, saver
+
+
+# ---------------------------------------------------------------------------- one step
+
+
 @dataclass(frozen=True)
 class Batch:
-    """A rank's share of a step, by micro-batches; positions and documents of one serve all."""
+    """A rank's share of the sequences of a step, by micro-batches (see Legend).
 
-    tokens: Tensor  # (M, B, n): of T/sp what this rank's column has (select_tp_tokens)
-    labels: Tensor  # likewise; (M, B, n, labels_ahead), if there are several
-    positions: Tensor  # (1, T/sp), or (M, B, T/sp) of documents
-    scale: Tensor  # 1 / valid labels of all ranks
-    documents: Sequence[Documents | None] = (None,)  # as positions
-    keys_seen: Tensor | None = None  # 2 keys - 1, the mean of all ranks' tokens
-    unread: str = ""  # why this rank could not read its part
+    With tokens (M, B, n) there are labels (M, B, n), or (M, B, n, labels_ahead) if the model
+    predicts several tokens. positions and documents have one entry for each micro-batch. Without
+    documents, one entry serves all of them.
+    """
+
+    tokens: Tensor  # (M, B, n)
+    labels: Tensor
+    positions: Tensor  # (1, T/sp), in a sequence; or (M, B, T/sp), in a document
+    scale: Tensor  # 1 / number of valid labels of all ranks
+    documents: Sequence[Documents | None] = (None,)
+    keys_seen: Tensor | None = None  # mean of 2k - 1 for tokens that see k keys, over all ranks
+    read_error: str = ""  # why this rank could not read all of its sequences
 
     def micro_batches(self) -> Iterable[tuple]:
-        """Return tokens, labels, scale, positions and documents of each, as a model takes them."""
+        """Yield tokens, labels, scale, positions and documents of each micro-batch, in the order of
+        LLaMA.forward's arguments."""
         return zip(
             self.tokens,
             self.labels,
@@ -607,22 +893,31 @@ def run_step(
 
 
 def plan_memory(run: Run) -> StepMemory | None:
-    """Return what plans a step's memory, if that is asked for; on a GPU that works alone steps
-    become CUDA graphs. Raises ValueError if it cannot be compiled."""
+    """Return the memory plan of a step, which is empty before the first steps; None without
+    --memplan on. If a step is one stream of a GPU, it becomes a CUDA graph. Raises ValueError if
+    the allocator cannot be compiled."""
     if run.cfg.memplan == "off":
         return None
-    return StepMemory(str(run.device), as_graph=works_alone(run))
+    return StepMemory(str(run.device), as_graph=is_one_stream(run))
 
 
-def run_planned(memory, model, states, batch, lr, clip):
-    """Run a step in planned memory, if there is any; print a plan that is new."""
+def run_planned(
+    memory: StepMemory | None,
+    model: LLaMA | Pipeline,
+    states: States,
+    batch: Batch,
+    lr: float,
+    clip: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Run a step, at planned addresses if there is a memory plan, and print a plan that is new.
+    Returns what run_step does."""
     if memory is None:
         return run_step(model, states, batch, lr, clip)
 
-    def step(lr, *tensors):  # all that changes from step to step
+    def step(lr, *tensors):  # a CUDA graph reads only its inputs anew: they are all that changes
         return run_step(model, states, Batch(*tensors), lr, clip)
 
-    plans = memory.plans
+    plans_before = memory.plans
     result = memory.run(
         step,
         torch.full_like(batch.scale, lr),
@@ -631,137 +926,213 @@ def run_planned(memory, model, states, batch, lr, clip):
         batch.positions,
         batch.scale,
     )
-    if memory.plans > plans:
-        print0(f"memory plan of a step: {memory.plan}", memory.as_graph * "; then a CUDA graph")
+    if memory.plans > plans_before:
+        print0(f"memory plan of a step: {memory.plan}")
+        if memory.as_graph:
+            print0("From now on a step is a CUDA graph")
     return result
 
 
 # ---------------------------------------------------------------------------- data of a step
 
 
-def select_tp_tokens(run, x):
-    """Return what this rank's column has of x (..., T/sp) between layers' products."""
-    *_, tp_rank = run.coordinates
-    return x.chunk(run.plan.tp, -1)[tp_rank] if run.plan.splits_tokens else x
+def load_batch(run: Run, first: int, read: Callable | None = None, count: int = 0) -> Batch:
+    """Return this rank's share of `count` sequences, those with the numbers first, first + 1, ...
+
+    A sequence's number alone decides its tokens, so a resumed run continues in the same order.
+
+    read    read(i) returns sequence i, (T + labels_ahead,) tokens or fewer, or IGNORE for a blank
+            one; by default it reads training sample i
+    count   sequences of all data-parallel ranks; 0: a step's
+
+    Example: dp=2, batch 8, first=16. data_rank 1 gets the sequences 20 to 23.
+
+    If this rank cannot read a file, Batch.read_error says why, and the missing labels are IGNORE.
+    A collective of all ranks.
+    """
+    plan, ahead = run.plan, LLaMA.labels_ahead
+    rank_count = (count or plan.batch) // plan.dp  # b
+    rank_first = first + run.coordinates.data_rank * rank_count
+    numbers = range(rank_first, rank_first + rank_count)
+    windows, read_error = read_windows(run, numbers, read or run.training.sample)
+
+    # this rank's part of every sequence: indices (T/sp,), and (n,) between matrix products
+    sp_tokens = sequence_positions(plan.seq, plan.sp, plan.ring, run.coordinates.sp_rank)
+    own_tokens = select_tp_tokens(run, sp_tokens)
+    tokens = windows[:, own_tokens]  # (b, n)
+    labels = make_labels(run, windows, own_tokens)  # (b, n, ahead)
+
+    positions, documents = sp_tokens[None], [None]
+    if run.cfg.document_token >= 0:
+        positions, documents = document_positions(run, windows, sp_tokens)
+    scale, keys_seen = valid_label_scale(run, labels, positions)
+
+    # tokens and labels go to the device in one copy, (1 + ahead, M, B, n). A blank token is
+    # IGNORE, which is negative: it becomes token 0
+    both = torch.stack([tokens.clip(0), *labels.unbind(-1)])
+    both = both.view(1 + ahead, -1, plan.micro_batch, len(own_tokens))
+    tokens, *labels = to_device(both, run)
+    labels = torch.stack(labels, -1) if ahead > 1 else labels[0]
+    positions = to_device(positions, run)
+    return Batch(tokens, labels, positions, scale, documents, keys_seen, read_error)
 
 
-def to_device(tensor, run):
-    """Return a tensor on the device; the host does not wait for the copy."""
+def read_windows(run: Run, numbers: range, read: Callable) -> tuple[Tensor, str]:
+    """Return the sequences of these numbers (b, T + labels_ahead), and the error if one could not
+    be read. Tokens that are missing are IGNORE."""
+    windows = torch.full((len(numbers), run.plan.seq + LLaMA.labels_ahead), IGNORE)
+    try:
+        for window, number in zip(windows, numbers):
+            tokens = torch.as_tensor(read(number))
+            window[: tokens.numel()] = tokens
+    except OSError as e:  # a file has gone, or has become shorter. reduce_stats tells all ranks
+        return windows, str(e)
+    return windows, ""
+
+
+def make_labels(run: Run, windows: Tensor, own_tokens: Tensor) -> Tensor:
+    """Return the labels (b, n, labels_ahead) of this rank's tokens.
+
+    Label i of a token is the token i + 1 places after it. The label is IGNORE if it is
+    run.ignored_id, if it lies in the next document, or if this is not the last stage, which has the
+    loss. Example, if token 0 ends a document and labels_ahead is 1:
+
+        tokens   5   6   0        7   8
+        labels   6   0   IGNORE   8   ...
+    """
+    ahead = LLaMA.labels_ahead
+    labels = torch.stack([windows[:, own_tokens + 1 + i] for i in range(ahead)], -1)
+    # whether the token itself, or one between it and its label i, ends a document
+    ends_document = torch.stack(
+        [windows[:, own_tokens + i] == run.cfg.document_token for i in range(ahead)], -1
+    )
+    in_next_document = ends_document.cummax(-1).values
+    no_loss_here = run.coordinates.stage < run.plan.pp - 1
+    labels[(labels == run.ignored_id) | in_next_document | no_loss_here] = IGNORE
+    return labels
+
+
+def document_positions(
+    run: Run, windows: Tensor, sp_tokens: Tensor
+) -> tuple[Tensor, list[Documents]]:
+    """Return the positions (M, B, T/sp) of this rank's tokens in their documents, and where
+    documents begin in each micro-batch.
+
+    Example, if token 0 ends a document:
+
+        tokens      5   6   0   7   8
+        positions   0   1   2   0   1
+    """
+    plan = run.plan
+    ends = windows[:, : plan.seq] == run.cfg.document_token
+    begins = ends.roll(1, 1)  # (b, T): a document begins after each end ...
+    begins[:, 0] = True  # ... and with the sequence
+
+    index = torch.arange(plan.seq)
+    document_start = (begins * index).cummax(1).values  # 0 where no document begins
+    positions = (index - document_start)[:, sp_tokens]
+    positions = positions.view(-1, plan.micro_batch, len(sp_tokens))
+
+    documents = []
+    # the sequences of a micro-batch as one row: attention takes them one after the other
+    for row in begins.view(-1, plan.micro_batch * plan.seq):
+        bounds = (*row.nonzero().flatten().tolist(), len(row))
+        offsets = torch.tensor(bounds, dtype=torch.int32)
+        documents.append(Documents(bounds, to_device(offsets, run)))
+    return positions, documents
+
+
+def valid_label_scale(run: Run, labels: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """Return 1 / number of valid labels of all ranks, and the keys that a token sees on average.
+
+    The average is of 2k - 1 for a token that sees k keys, as flops_per_token wants it. A token at
+    position i sees k = i + 1 keys, so this is 2i + 1. Both are on the device. A collective of all
+    ranks.
+    """
+    valid = (labels[..., 0] != IGNORE).sum()
+    keys_seen = (1 + 2 * positions.double().mean()) / run.plan.ranks
+    sums = to_device(torch.stack([valid, keys_seen]), run)
+    dist.all_reduce(sums)
+    all_valid = sums[0].clamp(min=1)  # a batch may have no valid label
+    return 1 / all_valid.to(accumulation_dtype(run.plan.dtype)), sums[1]
+
+
+def select_tp_tokens(run: Run, x: Tensor) -> Tensor:
+    """Return the part (..., n) of x (..., T/sp) that this rank has between matrix products."""
+    if not run.plan.splits_tokens:
+        return x
+    return x.chunk(run.plan.tp, -1)[run.coordinates.tp_rank]
+
+
+def to_device(tensor: Tensor, run: Run) -> Tensor:
+    """Return a tensor on the device. The host does not wait for the copy."""
     if run.device.type == "cuda":
         tensor = tensor.pin_memory().to(run.device, non_blocking=True)
     return tensor
 
 
-def load_batch(run: Run, first: int, read: Callable | None = None, count: int = 0) -> Batch:
-    """Return this rank's share of `count` sequences (0: a step's) from number `first` on, which
-    alone decides what they are: read(i) gives the tokens (T + 1,) of one, or IGNORE for none;
-    without it, of a training sample. Labels count on the last stage. A token has as many labels as
-    LLaMA.labels_ahead says, the tokens that follow it. A collective of all ranks."""
-    plan, ahead = run.plan, LLaMA.labels_ahead
-    stage, data_rank, rank, _ = run.coordinates
-    each = (count or plan.batch) // plan.dp
-    windows = torch.full((each, plan.seq + ahead), IGNORE)  # where none is read
-    unread = ""
-    try:
-        for i, window in enumerate(windows, first + data_rank * each):
-            found = torch.as_tensor((read or run.train.sample)(i))
-            window[: found.numel()] = found
-    except OSError as e:  # a file has gone, or is shorter than it was: all ranks will know
-        unread = str(e)
-    here = sequence_positions(plan.seq, plan.sp, plan.ring, rank)
-    own = select_tp_tokens(run, here)
-    tokens = windows[:, own]
-    labels = torch.stack([windows[:, own + 1 + i] for i in range(ahead)], -1)  # (B, n, ahead)
-    end = run.cfg.document_token
-    # behind a document's end no label counts
-    ended = torch.stack([windows[:, own + i] == end for i in range(ahead)], -1).cummax(-1).values
-    labels[(labels == run.ignored_id) | ended | (stage < plan.pp - 1)] = IGNORE
-    positions, documents = here[None], [None]
-    if end >= 0:
-        begins = (windows[:, : plan.seq] == end).roll(1, 1)  # a document
-        begins[:, 0] = True
-        at = torch.arange(plan.seq)
-        positions = at - (begins * at).cummax(1).values
-        positions = positions[:, here].view(-1, plan.micro_batch, len(here))
-        documents = []
-        for row in begins.view(-1, plan.micro_batch * plan.seq):  # a micro-batch's sequences
-            bounds = *row.nonzero().flatten().tolist(), len(row)
-            offsets = torch.tensor(bounds, dtype=torch.int32)
-            documents.append(Documents(bounds, to_device(offsets, run)))
-    keys_seen = (1 + 2 * positions.double().mean()) / plan.ranks
-    sums = to_device(torch.stack([(labels[..., 0] != IGNORE).sum(), keys_seen]), run)
-    dist.all_reduce(sums)
-    scale = 1 / sums[0].clamp(min=1).to(accumulation_dtype(plan.dtype))
-    # (1 + ahead, M, B, n), in one copy
-    both = torch.stack([tokens.clip(0), *labels.unbind(-1)])
-    tokens, *labels = to_device(both.view(1 + ahead, -1, plan.micro_batch, len(own)), run)
-    labels = torch.stack(labels, -1) if ahead > 1 else labels[0]
-    return Batch(tokens, labels, to_device(positions, run), scale, documents, sums[1], unread)
-
-
 @torch.no_grad()
-def evaluate(run, model):
-    """Return what a row of the log says of a validation: the mean loss over the first sequences,
-    None if all their labels are ignored; and that of positions from 0, 1, 2, 4, 8 ... on, in their
-    document, as [first position, loss]. A rank without a sequence runs a blank one. Raises
-    ConfigError if a rank cannot read its data. A collective of all ranks."""
+def evaluate(run: Run, model: LLaMA | Pipeline) -> dict:
+    """Return the loss on the first validation sequences, as a row of the log says it:
+
+        val_loss               mean loss, None if all labels are IGNORE
+        val_loss_by_position   [[first position of a bin, mean loss in it], ...]; the bins are the
+                               positions 0, 1, 2 to 3, 4 to 7, 8 to 15, ... in a document
+
+    Raises ConfigError if a rank cannot read its data. A collective of all ranks.
+    """
     plan = run.plan
-    count = min(run.val.count, EVAL_SEQUENCES)
-    at_once = plan.dp * plan.micro_batch
-    # loss and labels of positions 0, 1, 2 and 3, 4 to 7, ...
+    count = min(run.validation.count, EVAL_SEQUENCES)
+    sequences_at_once = plan.dp * plan.micro_batch
+
+    def read(i):  # a rank without a sequence runs a blank one
+        return run.validation.window(i) if i < count else IGNORE
+
+    # (bins, 2): the sum of the losses, and the number of valid labels
     total = torch.zeros(plan.seq.bit_length() + 1, 2, dtype=torch.float64, device=run.device)
-    for first in range(0, count, at_once):
-        batch = load_batch(
-            run, first, lambda i: run.val.window(i) if i < count else IGNORE, at_once
-        )
-        if error := first_error(batch.unread):
+    for first in range(0, count, sequences_at_once):
+        batch = load_batch(run, first, read, sequences_at_once)
+        if error := first_error(batch.read_error):
             raise ConfigError(error)
-        ((tokens, labels, _, *where),) = batch.micro_batches()
-        losses = model(tokens, labels, None, *where, per_token=True)
-        valid = (labels if LLaMA.labels_ahead == 1 else labels[..., 0]) != IGNORE  # (B, n)
+        [(tokens, labels, _, positions, documents)] = batch.micro_batches()
+        losses = model(tokens, labels, None, positions, documents, per_token=True)  # (B, n)
+        valid = (labels if LLaMA.labels_ahead == 1 else labels[..., 0]) != IGNORE
         both = torch.stack([losses, valid], -1).double()  # (B, n, 2)
-        positions = select_tp_tokens(run, where[0]).expand_as(valid)
-        bits = torch.frexp(positions.double()).exponent  # to write a position
-        total.index_add_(0, bits.flatten(), both.flatten(0, 1))
+
+        # a position's bin is the number of its binary digits: 0 -> 0, 1 -> 1, 2 and 3 -> 2, ...
+        own_positions = select_tp_tokens(run, positions).expand_as(valid)
+        bins = torch.frexp(own_positions.double()).exponent
+        total.index_add_(0, bins.flatten(), both.flatten(0, 1))
     dist.all_reduce(total)
+
     loss, valid = total.sum(0).tolist()
-    return {
-        "val_loss": loss / valid if valid else None,
-        "val_loss_by_position": [
-            [2**bits // 2, loss / valid]
-            for bits, (loss, valid) in enumerate(total.tolist())
-            if valid
-        ],
-    }
+    by_position = []
+    for digits, (bin_loss, bin_valid) in enumerate(total.tolist()):
+        if bin_valid:
+            first_position = 2**digits // 2
+            by_position.append([first_position, bin_loss / bin_valid])
+    return {"val_loss": loss / valid if valid else None, "val_loss_by_position": by_position}
 
 
-# ---------------------------------------------------------------------------- weights, checkpoints
+# ---------------------------------------------------------------------------- export
 
 
-def load_random_weights(run: Run, states: States) -> None:
-    states.load(
-        lambda name: initial_weight(
-            name, states.shapes[name], states.weight_init[name], run.cfg.seed, run.device
-        )
-    )
-
-
-def folders_beside(cfg: Config) -> list[Path]:
+def companion_folders(cfg: Config) -> list[Path]:
     """Return the folders whose tokenizer and license an export copies. The tokenizer that made the
-    data takes precedence over the import's, so it is the last."""
+    data takes precedence over the import's, so its folder is the last one."""
     return [Path(folder) for folder in (cfg.import_folder, cfg.tokenizer) if folder]
 
 
-def export(run, states, group):
-    """Write the weights to --export, with what the import had beside them. A collective."""
+def export(run: Run, states: States, group: dist.ProcessGroup) -> None:
+    """Write the weights to --export, with a tokenizer and a license. A collective of all ranks."""
     cfg = run.cfg
     hf.export(
         Path(cfg.export),
         run.plan.model,
         states.full_param,
         run.plan.dtype,
-        run.record["source"],
-        folders_beside(cfg),
+        run.meta["source"],
+        companion_folders(cfg),
         group,
     )
 
@@ -769,373 +1140,365 @@ def export(run, states, group):
 # ---------------------------------------------------------------------------- the loop
 
 
-def learning_rate(run, step):
-    """Linear warm-up, then a cosine from lr to min_lr * lr at decay_steps; step counts from 0."""
-    cfg, decay_steps = run.cfg, run.record["config"]["decay_steps"]
+def learning_rate(run: Run, step: int) -> float:
+    """Return the learning rate of a step, counted from 0: linear warm-up to lr, then a cosine down
+    to min_lr * lr at decay_steps, and min_lr * lr from there on."""
+    cfg = run.cfg
+    decay_steps = run.meta["config"]["decay_steps"]
     warmup = min(decay_steps // 4, 500) if cfg.warmup is None else cfg.warmup
     if step < warmup:
         return cfg.lr * (step + 1) / warmup
-    done = min(1, (step - warmup) / max(1, decay_steps - warmup))
+    done = min(1, (step - warmup) / max(1, decay_steps - warmup))  # fraction of the decay
     return cfg.lr * (cfg.min_lr + (1 - cfg.min_lr) * 0.5 * (1 + math.cos(math.pi * done)))
 
 
-PROGRESS_SECONDS = 30.0
+PROGRESS_SECONDS = 30.0  # between two lines about a step that runs
 
 
-def watch(run, states):
-    """Say twice a minute where in a long step the device is: a thread that polls, and nothing waits
-    for it. Returns [the step, 0 between steps; since when it runs], for the loop to set."""
-    now = [0, 0.0]
+class Progress:
+    """The step that runs, for the thread that reports it.
 
-    def show():
-        text, told = "", 0
+    `running` is one tuple, so that the thread never sees a step with the time of another.
+    """
+
+    def __init__(self):
+        self.running = 0, 0.0  # step, and since when; step 0: none
+
+    def begin(self, step: int) -> float:
+        """Say that a step begins, and return the time."""
+        self.running = step, time.perf_counter()
+        return self.running[1]
+
+    def end(self) -> None:
+        self.running = 0, 0.0
+
+
+def start_progress_thread(run: Run, states: States) -> Progress:
+    """Start a thread on rank 0 that says, every 30 seconds of a long step, which phase the device
+    has reached. The thread polls events, so neither the device nor the loop waits for it. Returns
+    the Progress that the loop updates."""
+    progress = Progress()
+
+    def report():
+        phase, phase_step = "", 0
         while True:
             time.sleep(PROGRESS_SECONDS)
-            step, since = now
-            text = states.progress() or text * (step == told)  # nothing new: the same, of this step
-            told = step
+            step, since = progress.running
+            new_phase = states.progress()
+            if new_phase:
+                phase = new_phase
+            elif phase_step != step:
+                phase = ""  # the last known phase was another step's
+            phase_step = step
             seconds = time.perf_counter() - since
-            if step and text and seconds > PROGRESS_SECONDS:
-                print(f"step {step}: {text}, {seconds:.0f} s", flush=True)
+            if step and phase and seconds > PROGRESS_SECONDS:
+                print(f"step {step}: {phase}, {seconds:.0f} s so far", flush=True)
 
     if run.rank == 0:
-        threading.Thread(target=show, daemon=True).start()
-    return now
+        threading.Thread(target=report, daemon=True).start()
+    return progress
 
 
-def listen():
-    """Return a list to which signals come that ask the run to end after its step."""
-    signals = []
+def install_signal_handlers() -> list[int]:
+    """Let SIGTERM and SIGINT ask the run to end after its step. Returns a list to which the
+    handlers append the signals that come."""
+    received = []
 
-    def take(number, _):
-        signals.append(number)
-        if "RANK" not in os.environ:  # Ctrl-C twice: now (torchrun itself sends it twice)
+    def handle(number, _):
+        received.append(number)
+        # a second Ctrl-C ends the process at once; but torchrun sends it twice by itself
+        if "RANK" not in os.environ:
             signal.signal(signal.SIGINT, signal.default_int_handler)
 
-    signal.signal(signal.SIGTERM, take)
-    signal.signal(signal.SIGINT, take)
-    return signals
+    signal.signal(signal.SIGTERM, handle)
+    signal.signal(signal.SIGINT, handle)
+    return received
 
 
 def gpu_peak_gib() -> float:
-    """Return the peak of PyTorch's allocator with what ranks have mapped from each other, which
-    lies outside it."""
+    """Return the peak memory of PyTorch's allocator, and the buffers that ranks map from each
+    other, which lie outside it, in GiB."""
     return (torch.cuda.max_memory_allocated() + Exchange.mapped_bytes()) / GIB
 
 
-FACTS = (  # of a finished step, of all ranks, as log.jsonl names them
-    "loss",
-    "grad_norm",
-    "finite",  # 0 or 1
-    "keys_seen",  # flops_per_token's
-    "signal",  # that a rank has got, else 0
-    "writing",  # whether a rank still writes a checkpoint
-    "unread",  # whether a rank could not read the next batch
-    "gpu_gib",
-    "host_gib",
-)  # of the rank that has most
+def host_peak_gib() -> float:
+    """Return the peak memory of this process on the host, in GiB."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20  # which counts in KiB
 
 
-def agree(device, results, signals, writing, unread):
-    """Return FACTS by name: the host's only wait for the device in a step, in one copy. results:
-    the first four; of the others the largest of all ranks counts. A collective of all ranks."""
-    host_gib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-    most = torch.tensor(
-        [max(signals, default=0), writing, bool(unread), gpu_peak_gib(), host_gib], device=device
-    )
-    dist.all_reduce(most, dist.ReduceOp.MAX)
-    return dict(zip(FACTS, torch.hstack([*results, most]).tolist()))
+def reduce_stats(
+    device: torch.device, step_stats: dict[str, Tensor], rank_stats: dict[str, float]
+) -> dict[str, float]:
+    """Return the statistics of a step as numbers, the same on all ranks.
+
+    step_stats   0-dim tensors on the device, which are equal on all ranks already
+    rank_stats   numbers of this rank; the largest of all ranks counts
+
+    Everything comes to the host in one copy, which is the host's only wait for the device in a
+    step. A collective of all ranks.
+    """
+    largest = torch.tensor([*rank_stats.values()], device=device)
+    dist.all_reduce(largest, dist.ReduceOp.MAX)
+    values = torch.hstack([*step_stats.values(), largest]).tolist()
+    return dict(zip([*step_stats, *rank_stats], values))
 
 
-def log_step(run, log, row, unsaved):
-    """Print and log a step; unsaved: why there is no checkpoint."""
+def freeze_gc() -> None:
+    """Exclude all objects that exist now from garbage collection, because most of them live until
+    the end, and walking them takes time in every collection."""
+    gc.collect()
+    gc.freeze()
+
+
+def log_step(run: Run, log, row: dict, unsaved: str) -> None:
+    """Print a step, and write its row. unsaved: why the last checkpoint was not saved, or ""."""
     step, steps, seconds = row["step"], run.cfg.steps, row["seconds"]
     row |= run.plan.rates(seconds, run.hardware.profile.peak_flops, row["keys_seen"])
-    log_row(
-        log,
-        row,
+    parts = [
         f"step {step}/{steps} loss {row['loss']:.4f} grad {row['grad_norm']:.3f}",
         f"lr {row['lr']:.2e} TGS {row['tgs']:,.0f}",
-        row["mfu_full"] and f"MFU {row['mfu_causal']:.1%} causal {row['mfu_full']:.1%} full",
-        row["gpu_gib"] and f"GPU {row['gpu_gib']:.1f} GiB",
-        f"{seconds:.2f} s left {timedelta(seconds=round(seconds * (steps - step)))}",
-        not row["finite"] and "SKIPPED: not finite",
-        unsaved and f"({unsaved})",
-    )
+    ]
+    if row["mfu_full"]:
+        parts.append(f"MFU {row['mfu_causal']:.1%} causal {row['mfu_full']:.1%} full")
+    if row["gpu_gib"]:
+        parts.append(f"GPU {row['gpu_gib']:.1f} GiB")
+    parts.append(f"{seconds:.2f} s left {timedelta(seconds=round(seconds * (steps - step)))}")
+    if not row["finite"]:
+        parts.append("SKIPPED: the loss or the gradient is not finite")
+    if unsaved:
+        parts.append(f"({unsaved})")
+    log_row(log, row, *parts)
 
 
-def log_row(log, row, *parts):
-    """Print a line of parts and of an evaluation, if the row has one, and write the row."""
+def log_row(log, row: dict, *parts: str) -> None:
+    """Print a line of these parts, with the evaluation if the row has one, and write the row."""
     if "val_loss" in row:
         loss = row["val_loss"]
-        parts += (
-            ("val_loss none (all labels are ignored)" if loss is None else f"val_loss {loss:.4f}"),
-        )
-    print0(*filter(None, parts))
-    # null for numbers that are not finite, which JSON has not
+        text = "none (all labels are ignored)" if loss is None else f"{loss:.4f}"
+        parts = (*parts, f"val_loss {text}")
+    print0(*parts)
+
+    # JSON has no numbers that are not finite: they become null
     line = re.sub("NaN|-?Infinity", "null", json.dumps(row))
     try:
         print(line, file=log, flush=True)
-    except OSError as e:  # the disk is full; what is not written is tried again with the next
+    except OSError as e:  # the disk is full. Python tries to write this row again with the next one
         print(f"log.jsonl cannot be written: {e.strerror}")
 
 
-def close_log(run, log):
-    """Close log.jsonl, and draw what it holds."""
+def close_log(run: Run, log) -> None:
+    """Close log.jsonl, and draw loss.png from it on rank 0."""
     try:
         log.close()
         if run.rank == 0:
             draw_losses(Path(log.name))
-    except Exception as e:  # a damaged row is drawn, too; it must not end a run
+    except Exception as e:  # log.jsonl may hold anything, and a picture must not end a run
         print(f"log.jsonl or loss.png could not be written: {e!r}")
 
 
-def draw_losses(log):
-    """log.jsonl -> loss.png beside it: losses by step, and of the first and the last evaluation by
-    position."""
+def draw_losses(log: Path) -> None:
+    """Draw loss.png beside log.jsonl: on the left the losses by step, on the right those of the
+    first and the last evaluation by position."""
     from matplotlib.figure import Figure
 
     rows = checkpoint.read_log(log)
     fig = Figure(figsize=(12, 4), layout="tight")
-    left, right = fig.subplots(1, 2)
+    by_step, by_position = fig.subplots(1, 2)
+
     for key in ("loss", "val_loss"):
         points = {row["step"]: row[key] for row in rows if row.get(key)}
-        left.plot(points.keys(), points.values(), ".-", label=key)
-    left.set(xlabel="step", ylabel="cross-entropy, nats a token")
-    left.legend()
+        by_step.plot(points.keys(), points.values(), ".-", label=key)
+    by_step.set(xlabel="step", ylabel="cross-entropy, nats per token")
+    by_step.legend()
+
     evaluated = [row for row in rows if row.get("val_loss")]
-    for row in evaluated[:: max(1, len(evaluated) - 1)]:  # the first and the last
-        right.plot(*np.transpose(row["val_loss_by_position"]), ".-", label=f"step {row['step']}")
-        right.legend()
-    right.set(
-        xlabel="first position of the bin in its document",
-        ylabel="validation loss, nats a token",
+    if len(evaluated) > 2:
+        evaluated = [evaluated[0], evaluated[-1]]
+    for row in evaluated:
+        points = np.transpose(row["val_loss_by_position"])
+        by_position.plot(*points, ".-", label=f"step {row['step']}")
+        by_position.legend()
+    by_position.set(
+        xlabel="position in the document (first one of each bin)",
+        ylabel="validation loss, nats per token",
         xscale="symlog",
     )
     replace_file(log.with_name("loss.png"), lambda new: fig.savefig(new, dpi=120))
 
 
-def spare_collections(run, step):
-    """Freeze what lives until the end, so that collections need not walk it: after the first step,
-    when all is compiled."""
-    if step == run.start + 1:
-        gc.collect()
-        gc.freeze()
+@dataclass
+class LoopState:
+    """Where the loop is, and why it stops."""
+
+    step: int  # steps done
+    samples: int  # sequences seen
+    last_saved_step: int = -1  # the step of the newest checkpoint; -1: none
+    skips_in_a_row: int = 0  # number of last steps that were not finite and so changed no weight
+    failure: str = ""  # what went wrong; the run saves, and exits with status 1
+    stop_reason: str = ""  # why the run ends before --steps: a failure or a signal
 
 
-def train(run, model, states, memory, saver):
-    """Run the steps that are left. Returns what went wrong, or "". A collective of all ranks."""
-    cfg, step, samples = run.cfg, run.start, run.samples
-    saved = step if run.resumed or cfg.steps == 0 < cfg.eval_every else -1  # by a checkpoint
+def is_due(every: int, step: int) -> bool:
+    """Return whether something that happens once per `every` steps happens after this step. 0 (only
+    at the end) and -1 (never) are never due."""
+    return every > 0 and step % every == 0
+
+
+def check_stop(state: LoopState, stats: dict, next_batch: Batch) -> None:
+    """Set the reasons to stop after a step. stats: of reduce_stats. A collective of all ranks."""
+    state.skips_in_a_row = 0 if stats["finite"] else state.skips_in_a_row + 1
+    if state.skips_in_a_row == MAX_SKIPS:
+        state.failure = f"the loss or the gradient was not finite, {MAX_SKIPS} steps in a row"
+    if stats["read_failed"]:
+        state.failure = first_error(next_batch.read_error)
+
+    state.stop_reason = state.failure
+    if stats["signal"]:
+        state.stop_reason = f"stopped by {signal.Signals(stats['signal']).name}"
+
+
+def train(
+    run: Run,
+    model: LLaMA | Pipeline,
+    states: States,
+    memory: StepMemory | None,
+    saver: checkpoint.Saver,
+) -> str:
+    """Run the steps that are left, and save. Returns what went wrong, or "". A collective of all
+    ranks."""
+    cfg = run.cfg
+    state = LoopState(run.start_step, run.start_samples)
+    # no checkpoint is needed of weights that a checkpoint has already, or that are only evaluated
+    only_evaluates = cfg.steps == 0 and cfg.eval_every > 0
+    if run.resumed or only_evaluates:
+        state.last_saved_step = state.step
     log = open_to_append(Path(cfg.out, "log.jsonl")) if run.rank == 0 else open(os.devnull, "a")
-    trouble = ends = ""
-    if step < cfg.steps:
-        batch = load_batch(run, samples)
-        trouble = ends = first_error(batch.unread)
+
+    if state.step < cfg.steps:
+        batch = load_batch(run, state.samples)
+        state.failure = state.stop_reason = first_error(batch.read_error)
         if run.plan.pp > 1:
             model.warm_up(next(batch.micro_batches()))
     elif cfg.eval_every > 0:
-        log_row(log, {"step": step} | evaluate(run, model), f"step {step}")
-    now = watch(run, states)
-    signals = listen()  # until here there is nothing to save
-    in_a_row = 0  # steps that were not finite
-    while step < cfg.steps and not ends:
-        lr = learning_rate(run, step)
-        step += 1
-        samples += run.plan.batch
-        now[:] = step, time.perf_counter()
-        results = [*run_planned(memory, model, states, batch, lr, cfg.clip), batch.keys_seen]
-        last = step == cfg.steps
+        log_row(log, {"step": state.step} | evaluate(run, model), f"step {state.step}")
+
+    progress = start_progress_thread(run, states)
+    signals = install_signal_handlers()  # not earlier: until here a signal may simply end the run
+    while state.step < cfg.steps and not state.stop_reason:
+        # schedule: what belongs to this step
+        lr = learning_rate(run, state.step)
+        state.step += 1
+        state.samples += run.plan.batch
+        last = state.step == cfg.steps
+        evaluates = is_due(cfg.eval_every, state.step) or (last and cfg.eval_every >= 0)
+        saves = is_due(cfg.save_every, state.step)
+
+        # step: the host launches it, and does not wait for the device
+        started = progress.begin(state.step)
+        loss, grad_norm, finite = run_planned(memory, model, states, batch, lr, cfg.clip)
+        step_stats = {
+            "loss": loss,
+            "grad_norm": grad_norm,
+            "finite": finite,
+            "keys_seen": batch.keys_seen,
+        }
+
+        # next batch: read while the GPU works on the step
         if not last:
-            batch = load_batch(run, samples)  # while the GPU works at the step
-        row = agree(run.device, results, signals, saver.writing, batch.unread)
+            batch = load_batch(run, state.samples)
+
+        # statistics: here the host waits for the step
+        rank_stats = {
+            "signal": max(signals, default=0),
+            "writing": saver.writing,  # whether this rank still writes a checkpoint
+            "read_failed": bool(batch.read_error),
+            "gpu_gib": gpu_peak_gib(),
+            "host_gib": host_peak_gib(),
+        }
+        row = reduce_stats(run.device, step_stats, rank_stats)
         if not row["finite"]:
             states.check_uses()
-        row |= {"step": step, "lr": lr, "seconds": time.perf_counter() - now[1]}
-        now[0] = 0
-        spare_collections(run, step)
-        in_a_row = 0 if row["finite"] else in_a_row + 1
-        if in_a_row == MAX_SKIPS:
-            trouble = f"the loss or the gradient was not finite, {in_a_row} steps in a row"
-        if row["unread"]:
-            trouble = first_error(batch.unread)
-        ends = f"stopped by {signal.Signals(row['signal']).name}" if row["signal"] else trouble
-        evaluates = cfg.eval_every >= 0 and (last or cfg.eval_every and step % cfg.eval_every == 0)
-        saves = cfg.save_every > 0 and step % cfg.save_every == 0
-        if memory and (evaluates or saves or ends or last):
-            memory.give_back()  # what is not a step must not starve beside the arena
-        try:
-            row |= evaluate(run, model) if evaluates else {}
-        except ConfigError as e:
-            trouble = ends = str(e)
+        row |= {"step": state.step, "lr": lr, "seconds": time.perf_counter() - started}
+        progress.end()
+        if state.step == run.start_step + 1:
+            freeze_gc()  # now that all is compiled
+
+        # stop?
+        check_stop(state, row, batch)
+
+        # evaluate: a planned step's memory must not leave too little for what is no step
+        if memory and (evaluates or saves or state.stop_reason or last):
+            memory.give_back()
+        if evaluates:
+            try:
+                row |= evaluate(run, model)
+            except ConfigError as e:
+                state.failure = state.stop_reason = str(e)
+
+        # log
         if not row["writing"]:
-            saver.finish()
+            saver.finish()  # all ranks have written their files: name the checkpoint
         log_step(run, log, row | {"memplan": memory and memory.counts}, saver.failed)
+
+        # save
         if saves:
-            saver.begin(run.record | {"step": step, "samples": samples})
-            saved = step
-    if ends:
-        print0(f"{ends}: the run ends after step {step}")
+            saver.begin(run.meta | {"step": state.step, "samples": state.samples})
+            state.last_saved_step = state.step
+
+    # end: a last checkpoint, unless the last step has one, then picture and export
+    if state.stop_reason:
+        print0(f"{state.stop_reason}: the run ends after step {state.step}")
     saver.finish()
-    if cfg.save_every >= 0 and (saved != step or saver.failed):
-        saver.begin(run.record | {"step": step, "samples": samples})
+    if cfg.save_every >= 0 and (state.last_saved_step != state.step or saver.failed):
+        saver.begin(run.meta | {"step": state.step, "samples": state.samples})
         saver.finish()
     close_log(run, log)
-    if cfg.export and step >= cfg.steps and in_a_row < MAX_SKIPS:
+    if cfg.export and state.step >= cfg.steps and state.skips_in_a_row < MAX_SKIPS:
         export(run, states, saver.group)
-    return trouble or saver.failed
+    return state.failure or saver.failed
 
 
 # ---------------------------------------------------------------------------- the program
 
 
-def settle(given, local_rank):
-    """Return the run that the flags ask for, and say what it is. Raises ConfigError. A collective
-    of all ranks."""
-    # ---- flags
-    cfg = all_or_none(lambda: Config(**given))
-    check_same(
-        {
-            flag_name(name): value
-            for name, value in asdict(cfg).items()
-            if name not in ("host_memory", "gpu_memory")
-        }
-    )  # of these the smallest counts
-    resumed = checkpoint.choose_checkpoint(Path(cfg.out), cfg.resume)
-    if resumed:
-        old = resumed.meta["config"]
-        cfg = all_or_none(resumed_flags, given, old)
-
-    # ---- device
-    device = all_or_none(choose_device, cfg, local_rank)
-    dtype = cfg.dtype
-    if dtype == "auto":
-        dtype = "bf16" if device.type == "cuda" else "fp32"
-
-    # ---- model
-    cfg, model, source, read = all_or_none(choose_model, cfg, device, resumed)
-
-    # ---- data
-    if not cfg.dry_run:
-        all_or_none(check_folders, cfg, model, source)
-    cfg, training, val, data = open_data(cfg, model)
-
-    # ---- plan
-    kernel = all_or_none(pick_kernel, cfg.attention, device, DTYPES[dtype], cfg.document_token >= 0)
-    check_same(
-        {
-            "the data": data,
-            "the model": model,
-            "--attention": kernel,
-            "LOCAL_WORLD_SIZE": os.environ.get("LOCAL_WORLD_SIZE"),
-        }
-    )
-    plans, there = choose_plans(
-        replace(cfg, dtype=dtype, most_sequences=training.count), model, device
-    )
-    plan = plans[0]
-    cfg = replace(cfg, batch=plan.batch)
-    # what losses depend on: flags, the data, and the threads, which sums on a CPU follow
-    config = asdict(cfg) | {
-        "the data": data,
-        "threads": torch.get_num_threads(),
-        "decay_steps": cfg.steps,
-    }
-    start = samples = 0
-    if resumed:
-        start = resumed.meta["step"]
-        samples = resumed.meta["samples"] * old["seq"] // cfg.seq
-    if start:
-        config["decay_steps"] = old["decay_steps"]
-    record = {"config": config, "model": asdict(model), "source": source}
-    run = Run(
-        cfg,
-        dist.get_rank(),
-        device,
-        kernel,
-        plan,
-        there,
-        training,
-        val,
-        training.corpus.ignored_id,
-        start,
-        samples,
-        record,
-        resumed,
-        read,
-    )
-    introduce(run, plans)
-    return run
-
-
-def prepare(run):
-    """Build what is planned, and load the checkpoint to resume, the import, or random weights.
-    Returns the model, its states, the memory that steps are planned in (or None), and what saves
-    them. A collective of all ranks."""
-    cfg, resumed, out = run.cfg, run.resumed, Path(run.cfg.out)
-    try_parts(run)
-    if cfg.save_every >= 0:
-        checkpoint.check_shared(out)
-    memory = all_or_none(plan_memory, run)
-    cap_gpu(run)
-    groups = Groups(cfg.timeout, run.plan.tp, run.plan.pp)
-    model, states = build(run, make_attention(run, groups), groups)
-    if resumed:
-        checkpoint.load_checkpoint(states, resumed)
-        then = resumed.meta["config"]
-        changed = [
-            f"{name} {then.get(name)} -> {now}"
-            for name, now in run.record["config"].items()
-            if name not in OF_A_COMMAND and then.get(name) != now
-        ]
-        print0(
-            f"resumed {resumed.folder} at step {run.start}; changed:",
-            ", ".join(changed) or "nothing",
-        )
-    elif run.read:
-        states.load(run.read)  # one tensor at a time
-    else:
-        load_random_weights(run, states)
-    room = run.hardware.host_budget - run.plan.host_bytes if cfg.save_async else None
-    saver = all_or_none(checkpoint.Saver, out, cfg.keep, states, patient_group(), room)
-    # last: a start that is refused moves nothing
-    on_rank_0(checkpoint.prepare_out, out, resumed, run.start < cfg.steps)
-    return model, states, memory, saver
-
-
 def main(argv: list[str] | None = None) -> None:
-    given = parse(argv)
-    if given.get("pp", 1) != 1:
-        use_more_queues()
-    # one that is out of its range is refused when ranks can say so together
-    rank, world, local_rank = start_ranks(min(max(1.0, given.get("timeout", Config.timeout)), 1e9))
-    trouble = ""
-    advice = "What was saved is whole: start it again, or continue with --resume"
+    """Run a command: start or join the ranks, configure, build, train. Exits with status 1 if the
+    training has failed. Raises what `all_or_none` raises."""
+    command_flags = parse(argv)
+    if command_flags.get("pp", 1) != 1:
+        use_more_queues()  # it must be set before CUDA starts
+    # `configure` refuses a --timeout out of its range. Ranks must have joined before, so that they
+    # can refuse it together
+    timeout = min(max(1.0, command_flags.get("timeout", Config.timeout)), 1e9)
+    rank, world, local_rank = start_ranks(timeout)
+
+    failure = ""
+    advice = "All saved checkpoints are whole: start it again, or continue with --resume"
     with heartbeat(rank, world, advice), contextlib.ExitStack() as lock:
-        run = settle(given, local_rank)
+        run = configure(command_flags, local_rank)
         if not run.cfg.dry_run:
             on_rank_0(lambda: lock.enter_context(checkpoint.locked(Path(run.cfg.out))))
-            trouble = train(run, *prepare(run))
+            failure = train(run, *build_run(run))
             on_rank_0(lock.close)
     dist.destroy_process_group()
-    if trouble:
-        sys.exit(f"train.py: {trouble}" if rank == 0 else 1)
+    if failure:
+        sys.exit(f"train.py: {failure}" if rank == 0 else 1)
 
 
 if __name__ == "__main__":
     try:
         main()
-    except (ConfigError, UnexpectedError) as e:
+    except (ConfigError, UnexpectedError) as e:  # raised on all ranks alike: rank 0 says it
         if dist.get_rank() == 0:
             print(f"train.py: error: {e}", file=sys.stderr)
         dist.destroy_process_group()
         sys.exit(2 if isinstance(e, ConfigError) else 1)
     except KeyboardInterrupt:
-        sys.exit("train.py: interrupted; what was saved is whole: continue with --resume")
+        sys.exit("train.py: interrupted. All saved checkpoints are whole: continue with --resume")
     except torch.OutOfMemoryError as e:
         sys.exit(
-            f"train.py: out of GPU memory: {e}\nThe line 'GiB of a device' above says what "
-            "was planned. Shorten --seq, lower --micro-batch, --chunk, --alpha or "
-            "--resident-layers, or use more GPUs or a larger --sp. What was saved is whole: "
-            "continue with --resume."
+            f"train.py: out of GPU memory: {e}\nThe line 'GiB of a device' above says what was "
+            "planned. Shorten --seq, lower --micro-batch, --chunk, --alpha or --resident-layers, "
+            "or take more GPUs or a larger --sp. All saved checkpoints are whole: continue with "
+            "--resume"
         )

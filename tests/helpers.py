@@ -175,7 +175,7 @@ def built(run: train.Run, as_on_gpus=False) -> tuple:
         op.kernel = replace(op.kernel, backward=backward)
     if as_on_gpus and run.plan.head_ranks > 1:
         op.exchange.peer_access = True
-    model, states = train.build(run, op, groups)
+    model, states = train.build_model(run, op, groups)
     plan = run.plan
     own = plan.tokens_between_products // plan.micro_batch
     tokens = torch.zeros(plan.micro_batches, plan.micro_batch, own).long()

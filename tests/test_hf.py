@@ -305,8 +305,8 @@ def test_hf_resumes_without_its_folder(tmp_path, capsys):
     flags = "--seq 160 --batch 2 --steps 2 --save-every 1"
     main(f"{flags} {init} --out {tmp_path}/a")
     assert (
-        "--seq 160 is past the 128 tokens that the rotary embedding reaches; "
-        "a larger factor of --rope-scaling extends it"
+        "--seq 160 is longer than the 128 tokens that the rotary embedding reaches. "
+        "A larger factor of --rope-scaling extends it"
     ) in capsys.readouterr().out
     (tmp_path / "in").rename(tmp_path / "gone")
     for i, again in enumerate(("", init)):

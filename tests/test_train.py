@@ -63,15 +63,15 @@ def test_progress_inside_a_step(monkeypatch, capsys):
     said = []
     states = SimpleNamespace(progress=lambda: said.pop() if said else "")
     monkeypatch.setattr(train, "PROGRESS_SECONDS", 0.01)
-    now = train.watch(SimpleNamespace(rank=0), states)
-    now[:] = 7, time.perf_counter()
+    progress = train.start_progress_thread(SimpleNamespace(rank=0), states)
+    progress.begin(7)
     said.append("backward layer 3/4")  # once, and it goes on
     time.sleep(0.2)
-    now[:] = 8, time.perf_counter()
+    progress.begin(8)
     time.sleep(0.2)
-    now[0] = 0
+    progress.end()
     text = capsys.readouterr().out
-    assert text.count("step 7: backward layer 3/4, 0 s\n") > 1 and "step 8" not in text
+    assert text.count("step 7: backward layer 3/4, 0 s so far\n") > 1 and "step 8" not in text
 
 
 def test_loss_that_is_not_finite_changes_nothing(group):
