@@ -67,7 +67,7 @@ from costs import (
     with_memory,
 )
 from data import regular
-from hardware import Profile, load_profile, profile_files, scaled
+from hardware import Profile, launches_of, load_profile, profile_files, rates_of, scaled
 from model import MODELS, ModelConfig, divisors, param_count
 from offload import ActivationPlan
 from optim import OPTIMIZERS
@@ -261,6 +261,13 @@ class Constraints:
     most_sequences: Count = None  # that the data has
 
     @property
+    def has_documents(self) -> bool:
+        """Return whether attention stays inside documents."""
+        if self.document_token is None:
+            return bool(self.tokenizer)
+        return self.document_token >= 0
+
+    @property
     def overlaps(self) -> tuple[str, ...]:
         """Return what overlaps. Raises ValueError."""
         names = () if self.overlap == "none" else tuple(self.overlap.split(","))
@@ -278,10 +285,12 @@ class Hardware:
     profile: Profile
     gpu_budget: float = NO_LIMIT  # bytes of a GPU to plan with
     host_budget: float = NO_LIMIT  # bytes of host memory of a rank, for states and to swap to
+    kernel: str = "auto"  # the attention kernel that runs; auto: the best that the profile has
+    processor: str = ""  # of the host that launches; empty: the profile's first one
 
     @functools.cached_property
     def est(self):
-        return Estimator(self.profile)
+        return Estimator(self.profile, self.kernel, self.processor)
 
 
 GPU_SHARE = 0.95  # of a GPU to plan with: context, communicators and fragments want the rest
@@ -454,7 +463,7 @@ def sequences(c, plan, every=False):
     by_heads = ""  # what goes by heads alone
     if c.attention in KERNELS and not KERNELS[c.attention].plain:
         by_heads = f"--attention {c.attention}, which may see heads, or where keys stand,"
-    if bool(c.tokenizer) if c.document_token is None else c.document_token >= 0:
+    if c.has_documents:
         by_heads = "attention inside documents (--document-token; -1: none)"
 
     def why_not(sp, ring):
@@ -1126,6 +1135,19 @@ def given(values):
     )
 
 
+def rates_in_words(hardware: Hardware) -> str:
+    """Say which kernel's seconds and which host's launches a prediction has."""
+    kernel = rates_of(hardware.profile, hardware.kernel)
+    attention = f"attention takes the seconds of {kernel}"
+    if hardware.kernel not in ("auto", kernel):
+        attention += f", because the profile has none of {hardware.kernel}"
+    host = launches_of(hardware.profile, hardware.processor)
+    launches = f"launches take those of {host}"
+    if hardware.processor not in ("", host):
+        launches = f"launches were measured on {host}, and this host is {hardware.processor}"
+    return f"{attention}; {launches}"
+
+
 def describe_plans(plans: list[Plan], hardware: Hardware) -> str:
     """Return a line a plan for people, with what differs from the first, which is in words already;
     where the first one's seconds and bytes go."""
@@ -1151,6 +1173,7 @@ def describe_plans(plans: list[Plan], hardware: Hardware) -> str:
             *lines,
             f"seconds of a step by profile {hardware.profile.name} (of communication what nothing "
             f"hides): {', '.join(seconds)}",
+            rates_in_words(hardware),
             f"GiB of a device: {in_gib(plans[0])}; {plans[0].gpu_bytes / GIB:.2f} in all",
         ]
     )
@@ -1217,7 +1240,8 @@ def describe(c, hardware, found, plans):
         describe_plans(plans, hardware),
         f"what binds: {binding(c, hardware, best)}",
     ]
-    est = Estimator(profile)  # another one: hardware.est knows what all plans have asked for
+    # another one: hardware.est knows what all plans have asked for
+    est = Estimator(profile, hardware.kernel, hardware.processor)
     step_seconds(est, best)
     if est.held:
         lines.append("not in the profile, at the nearest rates: " + "; ".join(sorted(est.held)))
@@ -1256,10 +1280,20 @@ class Question(Constraints):
                 f"--ranks {ranks}: not divisible by --per-node {per_node}; "
                 f"legal here: {', '.join(map(str, divisors(ranks)))}"
             )
+        if self.attention not in ("auto", *KERNELS):
+            raise ValueError(f"--attention {self.attention}: one of auto, {', '.join(KERNELS)}")
         profile = load_profile(self.cluster, per_node)
         gpu = GPU_SHARE * (self.gpu_memory or profile.gpu_bytes)
         host = profile.host_bytes * 7 // 8 if self.host_memory is None else self.host_memory
-        return Hardware(ranks, per_node, profile, gpu, host / per_node)
+        return Hardware(ranks, per_node, profile, gpu, host / per_node, self.kernel_of(profile))
+
+    def kernel_of(self, profile):
+        """Return the attention kernel that is asked for. auto: the best one of the profile, which
+        has to take documents if there are any."""
+        if self.attention == "auto" and self.has_documents:
+            names = [name for name in KERNELS if KERNELS[name].documents]
+            return min(names, key=lambda name: name not in profile.attention)
+        return self.attention
 
 
 def changes_that_fit(asked, hardware):

@@ -383,11 +383,15 @@ def check_folders(cfg, model, source):
 
 
 def choose_plans(
-    cfg: Config, model: ModelConfig, device: torch.device, gpu: float | None = None
+    cfg: Config,
+    model: ModelConfig,
+    device: torch.device,
+    kernel: str,
+    gpu: float | None = None,
 ) -> tuple[list[costs.Plan], Hardware]:
     """Return the best plans for what flags leave open but dtype, by predicted time, and what they
     are for: the ranks, the profile of their devices, and the memory that the smallest of them has.
-    gpu: bytes of a GPU to plan with, if not its own. Raises ConfigError. A collective of all ranks:
+    kernel: the attention kernel that runs, whose rates predict the time. gpu: bytes of a GPU to plan with, if not its own. Raises ConfigError. A collective of all ranks:
     all come to the same plans."""
     world = dist.get_world_size()
     per_node = int(os.environ.get("LOCAL_WORLD_SIZE", world))
@@ -397,7 +401,8 @@ def choose_plans(
         total = torch.cuda.get_device_properties(device).total_memory
     gpus = of_all_ranks(gpu or planner.GPU_SHARE * min(total, cfg.gpu_memory or total))
     hosts = of_all_ranks(on_all_ranks(host_budget, per_node, cfg.host_memory))
-    there = Hardware(world, per_node, profile, min(gpus), min(hosts))  # of all, one plan
+    processor = on_rank_0(hardware.processor_name)  # of all ranks, one plan
+    there = Hardware(world, per_node, profile, min(gpus), min(hosts), kernel, processor)
     usual = 2**12 if cfg.model == "tiny" else 2**19
     return on_all_ranks(planner.plan, replace(cfg, default_tokens=usual), model, there), there
 
@@ -1033,7 +1038,7 @@ def settle(given, local_rank):
         }
     )
     plans, there = choose_plans(
-        replace(cfg, dtype=dtype, most_sequences=training.count), model, device
+        replace(cfg, dtype=dtype, most_sequences=training.count), model, device, kernel
     )
     plan = plans[0]
     cfg = replace(cfg, batch=plan.batch)
