@@ -55,7 +55,7 @@ from model import ModelConfig
 from ops import Cut
 from ranks import ConfigError, check_same, of_all_ranks, on_all_ranks, on_rank_0, print0
 from shard import StatePart, States
-from streams import GIB, buffer_bytes, carve, pin_host_buffers
+from streams import buffer_bytes, carve, in_unit, pin_host_buffers
 
 # ---------------------------------------------------------------------------- a checkpoint's files
 
@@ -428,8 +428,8 @@ class Saver:
             size = buffer_bytes(tensors)
             if size > self.room:
                 raise MemoryError(
-                    f"--save-async: copies take {size / GIB:.2f} GiB of host memory "
-                    f"a rank, {self.room / GIB:.2f} are left; --no-save-async"
+                    f"--save-async: copies take {in_unit(size)} of host memory "
+                    f"per rank, {in_unit(self.room)} are left; --no-save-async"
                 )
             self.copies = carve(
                 *pin_host_buffers([size], self.states.device.type == "cuda"), tensors

@@ -73,12 +73,11 @@ from offload import ActivationPlan
 from optim import OPTIMIZERS
 from pipeline import no_order
 from shard import STREAMS, Factors, illegal, legal_factors, parse_strategy
-from streams import GIB
+from streams import GIB, NO_LIMIT, in_unit, unit_of
 
 # ---------------------------------------------------------------------------- flags
 
 
-NO_LIMIT = 2.0**60  # bytes of a memory that is not planned for
 UNITS = {"G": 2**30, "M": 2**20, "K": 2**10, "": 1}
 
 
@@ -745,7 +744,7 @@ def search(c, model, hardware):
         )
         raise TooLarge(
             f"a step needs {in_unit(plan.gpu_bytes)} a GPU of "
-            f"{in_unit(hardware.gpu_budget)} ({in_gib(plan)}), and "
+            f"{in_unit(hardware.gpu_budget)} ({by_purpose(plan)}), and "
             f"{in_unit(plan.host_bytes)} of host memory a rank of "
             f"{in_unit(hardware.host_budget)}, with {in_words(plan)}, at least (asked for, "
             f"which may need more: {given(vars(c)) or 'nothing'})"
@@ -1011,12 +1010,13 @@ def place(plan, leaf):
         )
     names, leaves = zip(*parse_leaf(leaf, plan.ranks // plan.per_node).items())
     order, before, after = place_nodes(leaves, make_rings(plan), plan.per_node)
+    unit_bytes, unit = unit_of(before)
     best = "the given one is as good"
     if after < before:
         best = ", ".join(names[node] for node in order)
     return (
         f"order of nodes: {best}\n"
-        f"spine traffic {before / GIB:.2f} -> {after / GIB:.2f} GiB a step, "
+        f"spine traffic {before / unit_bytes:.2f} -> {after / unit_bytes:.2f} {unit} a step, "
         f"{(before - after) / max(1.0, before):.0%} saved"
     )
 
@@ -1068,21 +1068,11 @@ def in_words(plan: Plan, other: Plan | None = None) -> str:
     )
 
 
-def in_unit(nbytes):
-    """Return bytes in words, in the largest of GiB, MiB and KiB of which there is at least one
-    tenth: '131.7 GiB', '1.3 MiB'; 'any size' of a machine whose memory has no limit here."""
-    if nbytes >= NO_LIMIT / 2:
-        return "any size"
-    for unit, name in ((2**30, "GiB"), (2**20, "MiB")):
-        if nbytes >= unit / 10 or not nbytes:
-            return f"{nbytes / unit:.1f} {name}"
-    return f"{nbytes / 2**10:.1f} KiB"
-
-
-def in_gib(plan):
-    """Return the bytes of a GPU, by what they are for."""
+def by_purpose(plan):
+    """Return the bytes of a GPU by what they are for, all in the unit that suits their sum."""
+    unit, _ = unit_of(plan.gpu_bytes)
     return ", ".join(
-        f"{name} {size / GIB:.2f}" for name, size in plan.memory.items() if size > GIB / 200
+        f"{name} {size / unit:.2f}" for name, size in plan.memory.items() if size > unit / 200
     )
 
 
@@ -1160,7 +1150,8 @@ def describe_plans(plans: list[Plan], hardware: Hardware) -> str:
         lines.append(
             f"{plan.step_s:.4g} s a step, {found['tgs']:,.0f} tokens a second and device (TGS), "
             f"{mfu}{found['tokens_a_day']:,.0f} tokens a day, "
-            f"{found['gpu_gib']:.1f} GiB a device, {found['host_gib']:.1f} GiB of a node's host: "
+            f"{in_unit(plan.gpu_bytes)} a device, "
+            f"{in_unit(plan.host_bytes * plan.per_node)} of a node's host: "
             f"{in_words(plan, plans[0]) or 'as above'}"
         )
     seconds = [
@@ -1168,13 +1159,15 @@ def describe_plans(plans: list[Plan], hardware: Hardware) -> str:
         for name, value in plans[0].seconds.items()
         if value > 5e-4 * plans[0].step_s
     ]
+    unit_bytes, unit = unit_of(plans[0].gpu_bytes)
     return "\n".join(
         [
             *lines,
             f"seconds of a step by profile {hardware.profile.name} (of communication what nothing "
             f"hides): {', '.join(seconds)}",
             rates_in_words(hardware),
-            f"GiB of a device: {in_gib(plans[0])}; {plans[0].gpu_bytes / GIB:.2f} in all",
+            f"{unit} of a device: {by_purpose(plans[0])}; "
+            f"{plans[0].gpu_bytes / unit_bytes:.2f} in all",
         ]
     )
 
@@ -1228,8 +1221,8 @@ def describe(c, hardware, found, plans):
     lines = [
         f"{param_count(best.model) / 1e9:.2f} billion parameters, {best.seq:,} tokens a "
         f"sequence, sequences a step: {best.batch}, GPUs: {hardware.ranks}, "
-        f"{hardware.per_node} a node; {hardware.gpu_budget / GIB:.1f} GiB of a GPU, "
-        f"{hardware.host_budget * hardware.per_node / GIB:.1f} GiB of a node's host memory to "
+        f"{hardware.per_node} a node; {in_unit(hardware.gpu_budget)} of a GPU, "
+        f"{in_unit(hardware.host_budget * hardware.per_node)} of a node's host memory to "
         "plan with",
         f"profile {profile.name}: {profile.device}, {profile.sources.get('all', 'see its file')}",
         "",

@@ -111,7 +111,7 @@ from ranks import (
 )
 from replay import StepMemory, mark
 from shard import States, check_weights
-from streams import GIB, CommStream, host_budget
+from streams import GIB, CommStream, host_budget, in_unit
 from tensor import Columns, check_columns, split_columns
 
 EVAL_SEQUENCES = 64  # most of a validation
@@ -862,7 +862,7 @@ def log_step(run, log, row, unsaved):
         f"step {step}/{steps} loss {row['loss']:.4f} grad {row['grad_norm']:.3f}",
         f"lr {row['lr']:.2e} TGS {row['tgs']:,.0f}",
         row["mfu_full"] and f"MFU {row['mfu_causal']:.1%} causal {row['mfu_full']:.1%} full",
-        row["gpu_gib"] and f"GPU {row['gpu_gib']:.1f} GiB",
+        row["gpu_gib"] and f"GPU {in_unit(row['gpu_gib'] * GIB)}",
         f"{seconds:.2f} s left {timedelta(seconds=round(seconds * (steps - step)))}",
         not row["finite"] and "SKIPPED: not finite",
         unsaved and f"({unsaved})",
@@ -1141,7 +1141,7 @@ if __name__ == "__main__":
         sys.exit("train.py: interrupted; what was saved is whole: continue with --resume")
     except torch.OutOfMemoryError as e:
         sys.exit(
-            f"train.py: out of GPU memory: {e}\nThe line 'GiB of a device' above says what "
+            f"train.py: out of GPU memory: {e}\nThe line '... of a device' above says what "
             "was planned. Shorten --seq, lower --micro-batch, --chunk, --alpha or "
             "--resident-layers, or use more GPUs or a larger --sp. What was saved is whole: "
             "continue with --resume."

@@ -23,6 +23,7 @@ import hardware
 import model as m
 import planner
 import shard
+import streams
 import train
 from helpers import fastest, round_machine
 from test_all import parametrize, slow
@@ -152,6 +153,28 @@ def test_planner_says_whose_seconds_it_uses():
     assert planner.Question().kernel_of(two) == "auto"
     with raises(SystemExit):
         ask(f"{asked} --attention fa5")
+
+
+def test_sizes_are_said_in_a_unit_that_shows_them():
+    """Sizes are printed in the largest unit of which there is at least one. Catches a small model
+    whose memory is said to be 0.0 GiB."""
+    for size, text in (
+        (0, "0.0 GiB"),
+        (512, "0.5 KiB"),
+        (2**20 - 2**10, "1023.0 KiB"),
+        (1.5 * 2**20, "1.5 MiB"),
+        (2**30, "1.0 GiB"),
+        (planner.NO_LIMIT, "any size"),
+    ):
+        assert streams.in_unit(size) == text
+    assert streams.in_unit(2**30 * 1.234, 2) == "1.23 GiB"
+    text = ask("--model tiny --ranks 2 --seq 256 --batch 2 --cluster cpu --os-place host --top 1")
+    assert re.search(r", \d+\.\d MiB a device, \d+\.\d MiB of a node's host: ", text)
+    (of_device,) = re.findall("^MiB of a device: (.*); (.*) in all$", text, re.MULTILINE)
+    assert sum(map(float, re.findall("[0-9.]+", of_device[0]))) == approx(float(of_device[1]), 0.01)
+    assert "0.0 GiB" not in text
+    with raises(ValueError, match=r"--host-memory 1048576.0 GiB: .* allows [0-9.]+ [GM]iB, "):
+        streams.host_budget(1, 2**50)
 
 
 def test_papers_choices():
