@@ -19,9 +19,9 @@ The search has two stages. The usual values of each degree are priced first: a f
 chunks of 16K and 8K tokens. All other values that a flag could ask for follow, as far as they could
 still be faster, so that a flag given by hand finds nothing better (within the tie below).
 
-Ties, within 0.2 %, go to fewer stages, columns and ranks a sequence, micro-batches near 8K tokens,
-states on the GPU, fewer shards (`preference`). Nodes are put in an order in which few bytes cross
-the spine of a cluster's switches (`place_nodes`; AMSP, section V-D).
+Ties, within 0.2 %, go to fewer stages and columns, no need of host memory, fewer ranks a sequence,
+micro-batches near 8K tokens, states on the GPU, fewer shards (`preference`). Nodes are put in an
+order in which few bytes cross the spine of a cluster's switches (`place_nodes`; AMSP, section V-D).
 
 With tp columns of layers and a pipeline of pp stages, states and sequences are shared by the R =
 ranks / (tp pp) ranks of one stage and column, per_node / tp of them in a node. What a stage's
@@ -647,10 +647,13 @@ shape_of = operator.attrgetter(
 
 def preference(plan):
     """Return what is least of the plan that is chosen from those that tie: with fewer columns,
-    stages, ranks a sequence, micro-batches of 8K tokens (more take memory), states on the GPU,
-    fewer shards, and chunks, or whole layers, which launch less."""
+    stages, no need of host memory, fewer ranks a sequence, micro-batches of 8K tokens (more take
+    memory), states on the GPU, fewer shards, and chunks, or whole layers, which launch less."""
     return (
-        *kind(plan),
+        plan.tp,
+        plan.pp,
+        plan.host_bytes > 0,
+        plan.sp,
         plan.ring,
         abs(plan.tokens - 2**13),
         plan.os_place,
@@ -1026,7 +1029,7 @@ def place(plan, leaf):
 RULES = {  # choice -> why it is as it is
     "tp": "1, or as --tp says (auto: searched): columns of a layer exchange in the open",
     "pp": "1, or as --pp says (auto: searched): stages of a pipeline wait for each other",
-    "sp": "the fewest ranks a sequence that fit and are fast",
+    "sp": "the fewest ranks a sequence that fit and are fast; more, if a tie then spares host memory",
     "ring": "the least that leaves ranks that share key/value heads in one node",
     "groups": "parts of the heads: 4 hide all-to-alls under attention, more need less memory",
     "batch": "data-parallel ranks x micro-batches x sequences of one, up to 32K tokens a rank",
