@@ -66,7 +66,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 import costs
 import planner
 import train
-from attention import Attention, pick_kernel
+from attention import KERNELS, Attention, pick_kernel, why_not
 from hardware import profile_text
 from hf import export_config
 from measure import Machine
@@ -160,7 +160,7 @@ def plan_runs(bench: Bench, cfg: Config, gpu: float | None = None) -> list[Run]:
     cfg = replace(cfg, document_token=-1, dtype="bf16" if bench.gpu else "fp32")
     cfg, model, *_ = train.choose_model(cfg, bench.device, None)
     kernel = all_or_none(pick_kernel, cfg.attention, bench.device, bench.dtype)
-    plans, there = train.choose_plans(cfg, model, bench.device, gpu)
+    plans, there = train.choose_plans(cfg, model, bench.device, kernel, gpu)
     return [Run(cfg, bench.rank, bench.device, kernel, plan, there) for plan in plans]
 
 
@@ -1261,8 +1261,8 @@ def write_profile(bench: Bench) -> None:
     """Measure the rates of this machine, and write them as a profile for planner.py.
     A collective."""
     per_node = int(os.environ.get("LOCAL_WORLD_SIZE", bench.world))
-    kernel = pick_kernel("auto", bench.device, bench.dtype)
-    profile = Machine(bench.device, bench.dtype, kernel, per_node).profile(
+    kernels = [name for name in KERNELS if why_not(name, bench.device, bench.dtype) is None]
+    profile = Machine(bench.device, bench.dtype, kernels, per_node).profile(
         bench.file.stem, bench.about
     )
     on_rank_0(bench.file.write_text, profile_text(profile))

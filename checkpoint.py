@@ -65,7 +65,7 @@ from model import ModelConfig
 from ops import TensorSlice
 from ranks import ConfigError, all_or_none, check_same, gather_objects, on_rank_0, print0
 from shard import StatePart, States
-from streams import GIB, buffer_bytes, carve, pin_host_buffers
+from streams import buffer_bytes, carve, in_unit, pin_host_buffers
 
 # ---------------------------------------------------------------------------- a checkpoint's files
 
@@ -459,8 +459,8 @@ class Saver:
         size = buffer_bytes(tensors)
         if size > self.room:
             raise MemoryError(
-                f"--save-async: copies take {size / GIB:.2f} GiB of host memory "
-                f"a rank, {self.room / GIB:.2f} are left; --no-save-async"
+                f"--save-async: copies take {in_unit(size)} of host memory "
+                f"per rank, {in_unit(self.room)} are left; --no-save-async"
             )
         on_gpu = self.states.device.type == "cuda"
         (buffer,) = pin_host_buffers([size], pin=on_gpu)

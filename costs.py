@@ -58,7 +58,7 @@ import numpy as np
 import torch
 
 import model as llama
-from hardware import Profile, interpolate, interpolate_twice
+from hardware import Profile, interpolate, interpolate_twice, launches_of, rates_of
 from model import ModelConfig, flops_per_token
 from offload import ActivationPlan, matrices_of, trace_block
 from ops import LOSS_ELEMENTS, accumulation_dtype
@@ -730,10 +730,16 @@ def message_bytes(plan):
 
 
 class Estimator:
-    """Predicts the seconds of single operations from a machine's profile."""
+    """Predicts the seconds of single operations from a machine's profile.
 
-    def __init__(self, profile: Profile):
+    kernel: the attention kernel that runs; processor: the one that launches. Their own rates are
+    taken if the profile has them (hardware.rates_of, hardware.launches_of).
+    """
+
+    def __init__(self, profile: Profile, kernel: str = "auto", processor: str = ""):
         self.profile = profile
+        self.attention = profile.attention[rates_of(profile, kernel)]
+        self.launch = profile.launch[launches_of(profile, processor)]
         self.held = set()  # what was asked outside the profile's points, in words
         self.products = functools.cache(self.products)
         self.collective = functools.cache(self.collective)
@@ -744,6 +750,13 @@ class Estimator:
         return sum(
             flops / interpolate_twice(self.profile.products[kind], tokens, width) for kind in kinds
         )
+
+    def attention_rate(self, name, seq):
+        """Return FLOP/s of the attention kernel's forward or backward on a causal sequence."""
+        points = self.attention[name]
+        if not points[0][0] <= seq <= points[-1][0]:
+            self.held.add(f"attention on {seq:,.0f} tokens")
+        return interpolate(points, seq)
 
     def moved(self, nbytes):
         """Return seconds of element-wise kernels that read and write so many bytes."""
@@ -1010,8 +1023,8 @@ def attention_seconds(est, plan, backward):
         to_tokens = q  # of o
 
     # a ring's kernels are squares of its part of a sequence
-    rate = interpolate(est.profile.attention[name], plan.seq / plan.ring)
-    kernel = flops * q * plan.tokens * plan.seq / rate
+    own_seq = plan.seq / plan.ring
+    kernel = flops * q * plan.tokens * plan.seq / est.attention_rate(name, own_seq)
     if plan.ring > 1:
         kernel += est.moved(ring_bytes(plan, backward))
     if plan.head_ranks * groups > 1:  # copies to and from the order of heads: read and written
@@ -1275,7 +1288,7 @@ def step_seconds(est: Estimator, plan: Plan, states: bool = True) -> dict[str, f
     """Return a step's seconds by what takes them; they add up to the step. states: whether to add
     what model states take. Without an activation plan, layers recompute nothing."""
     layers, count = plan.stage_layers, plan.micro_batches
-    layer, launch = layer_seconds(est, plan), est.profile.launch
+    layer, launch = layer_seconds(est, plan), est.launch
     again = waits = 0.0
     if plan.activations:
         lost = lost_seconds(
@@ -1330,6 +1343,7 @@ def exposed_messages(plan):
     return 2 * (stages - 1) * plan.micro_batches / stages + 2 * (stages - 2)
 
 
-def predict(plan: Plan, profile: Profile) -> Plan:
-    """Return the plan with its bytes and seconds. Its `activations` say what layers keep."""
-    return replace(with_memory(plan), seconds=step_seconds(Estimator(profile), plan))
+def predict(plan: Plan, profile: Profile, kernel: str = "auto") -> Plan:
+    """Return the plan with its bytes and its seconds with an attention kernel. Its `activations`
+    say what layers keep."""
+    return replace(with_memory(plan), seconds=step_seconds(Estimator(profile, kernel), plan))

@@ -11,6 +11,10 @@ no alpha-beta model follows NCCL's choice of algorithms).
 A GPU without a profile has an H200's rates times the ratios of their data sheets (SHEETS); one that
 has no data sheet here, an H200's as they are. The profile's name says so.
 
+Attention's rates belong to a kernel, so a profile has a table for each kernel that was measured.
+The seconds of launches belong to a host: a faster processor launches a layer sooner. So a profile
+has them by the name of the processor, and predictions say which kernel and which host they are for.
+
 Left out: congestion by others, temperatures, GPUs of one machine that differ.
 
 Legend: mesh (GPUs in a node, nodes) of a group of ranks, "8x4" in a file.
@@ -18,11 +22,14 @@ Legend: mesh (GPUs in a node, nodes) of a group of ranks, "8x4" in a file.
 
 import json
 import math
+import platform
 import re
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
+
+from attention import KERNELS
 
 PROFILES = Path(__file__).parent / "results" / "profiles"
 
@@ -47,12 +54,14 @@ class Profile:
     host_bytes: float  # memory of a node
     peak_flops: float | None  # dense bf16 of the data sheet; None: unknown, so no MFU
     products: dict[str, Points]  # PRODUCTS: [tokens, width, FLOP/s]
-    attention: dict[str, Points]  # forward, backward: [tokens of a sequence, FLOP/s], causal
+    # kernel of attention.KERNELS: forward, backward: [tokens of a sequence, FLOP/s], causal
+    attention: dict[str, dict[str, Points]]
     memory: float  # bytes/s read and written between products, launches of kernels included
     optimizer: float  # bytes/s of the update
     to_host: float  # bytes/s, while all GPUs of a node copy
     visits: float  # bytes/s each way of optimizer states that lie on the host and are updated
-    launch: dict[str, float]  # forward, backward: seconds of the host for a layer
+    # processor of the host: forward, backward: seconds that it takes to launch a layer
+    launch: dict[str, dict[str, float]]
     collectives: dict[str, dict[str, Points]]  # operation: mesh "8x4": [bytes, bytes/s]
     overlap: dict[str, list[float]]  # collectives (beside a layer), all_to_all (beside attention):
     # factors on the seconds of compute, and of communication, while both run
@@ -84,6 +93,36 @@ def interpolate_twice(points: Points, tokens: float, width: float) -> float:
         for w in sorted({w for _, w, _ in points})
     ]
     return interpolate(along, width)
+
+
+def rates_of(profile: Profile, kernel: str = "auto") -> str:
+    """Return the kernel whose rates predict the seconds of an attention kernel: the kernel itself if
+    the profile has its rates, else the nearest one in the order of KERNELS. auto: the best kernel
+    that the profile has. That is what train.py runs on this machine, if all kernels are installed.
+
+    Example: a profile has fa4 and cudnn. Rates of flash, which comes after both, are cudnn's.
+    """
+    order = [*KERNELS]
+    if kernel == "auto":
+        return min(profile.attention, key=order.index)
+    wanted = order.index(kernel)
+    return min(profile.attention, key=lambda name: abs(order.index(name) - wanted))
+
+
+def launches_of(profile: Profile, processor: str = "") -> str:
+    """Return the host whose launches predict those of a processor: the processor itself if the
+    profile has it, else the profile's first host."""
+    return processor if processor in profile.launch else next(iter(profile.launch))
+
+
+def processor_name() -> str:
+    """Return the name of this machine's processor, as Linux says it."""
+    try:
+        text = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        text = ""
+    found = re.search(r"^model name\s*: *(\S.*?) *$", text, re.MULTILINE)
+    return found[1] if found else platform.machine() or "a host without a name"
 
 
 def times(rates, factor):
@@ -183,9 +222,19 @@ def check_profile(profile: Profile) -> None:
     """Raise ValueError or KeyError unless all numbers are there, positive, at ascending points."""
     numbers = "per_node gpu_bytes host_bytes memory optimizer to_host visits".split()
     tables = [(name, 1, [[getattr(profile, name)]]) for name in numbers]
-    tables += [(f"launch {kind}", 1, [[profile.launch[kind]]]) for kind in PASSES]
+    if not profile.launch or not profile.attention:
+        raise ValueError("launch and attention: at least one host, and at least one kernel")
+    for host, seconds in profile.launch.items():
+        if not isinstance(seconds, dict):
+            raise ValueError(
+                f"launch {host} {seconds}: the seconds of a host, forward and backward"
+            )
+        tables += [(f"launch {host} {kind}", 1, [[seconds[kind]]]) for kind in PASSES]
     tables += [(f"products {kind}", 3, profile.products[kind]) for kind in PRODUCTS]
-    tables += [(f"attention {kind}", 2, profile.attention[kind]) for kind in PASSES]
+    for kernel, rates in profile.attention.items():
+        if kernel not in KERNELS:
+            raise ValueError(f"attention {kernel}: the kernels are {', '.join(KERNELS)}")
+        tables += [(f"attention {kernel} {kind}", 2, rates[kind]) for kind in PASSES]
     tables += [(f"overlap {kind}", 2, [profile.overlap[kind]]) for kind in OVERLAPS]
     for op in COLLECTIVES:
         tables += [(f"{op} {mesh}", 2, points) for mesh, points in profile.collectives[op].items()]

@@ -274,7 +274,7 @@ def export_config(cfg: ModelConfig, source: dict, dtype: torch.dtype):
     """Return the transformers config of an export: of its import's family, else of the first that
     computes cfg. source: of read_config, or {}; what changes no logits is kept. Raises ValueError
     if cfg cannot be read from it again, or a weight has no name there: an export would drop a
-    field in silence, or end at its end."""
+    field in silence, or end at its end. The error names the family that lacks the fewest keys."""
     from transformers import AutoConfig
 
     parts_of(cfg)  # raises if a weight has no name there
@@ -288,6 +288,7 @@ def export_config(cfg: ModelConfig, source: dict, dtype: torch.dtype):
         }
     )
     settings.pop("auto_map", None)  # other code
+    missing = {}  # family: our fields that its config.json has no key for
     for kind in [source["model_type"]] if source else _FAMILIES:
         settings["model_type"] = kind
         settings["architectures"] = [f"{kind.capitalize()}ForCausalLM"]
@@ -295,8 +296,10 @@ def export_config(cfg: ModelConfig, source: dict, dtype: torch.dtype):
         lost = [f"{name}={value!r}" for name, value in asdict(cfg).items() if read[name] != value]
         if not lost:
             return AutoConfig.for_model(**settings)
+        missing[kind] = lost
+    nearest = min(missing, key=lambda kind: len(missing[kind]))
     raise ValueError(
-        f"--export: {kind}'s config.json has no key for {', '.join(lost)}; what reads "
+        f"--export: {nearest}'s config.json has no key for {', '.join(missing[nearest])}; what reads "
         "it would compute another model"
     )
 

@@ -3,9 +3,10 @@
     torchrun --nproc_per_node 8 bench.py --profile NAME
 
 runs every measurement of `Machine` on all ranks at once, and writes a hardware.Profile. It has the
-rate of each operation at some shapes (matrix products, attention, the update, copies to the host,
-collectives by bytes and mesh), the seconds that the host takes to launch a layer, and the factors
-by which computation and communication slow each other down.
+rate of each operation at some shapes (matrix products, attention by each kernel that runs here, the
+update, copies to the host, collectives by bytes and mesh), the seconds that the host, whose
+processor is named, takes to launch a layer, and the factors by which computation and communication
+slow each other down.
 
 One number cannot be measured by itself: `memory`, the bytes per second of the element-wise kernels
 between products, launches included. Two whole layers are timed, and the rate follows from what
@@ -19,6 +20,7 @@ Left out: rates of a machine that others use at the same time.
 import functools
 import math
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -27,7 +29,15 @@ import torch.distributed as dist
 
 import costs
 from attention import Attention, Exchange, gpus_reach_each_other
-from hardware import COLLECTIVES, OVERLAPS, PASSES, PRODUCTS, Profile, peak_flops
+from hardware import (
+    COLLECTIVES,
+    OVERLAPS,
+    PASSES,
+    PRODUCTS,
+    Profile,
+    peak_flops,
+    processor_name,
+)
 from model import LLaMA, ModelConfig, divisors
 from ops import accumulation_dtype, weight_grad_into
 from ranks import Groups, all_gather, gather_objects, reduce_scatter
@@ -35,9 +45,13 @@ from shard import States
 from streams import HOST_BYTES, CommStream
 
 
-def layer_seconds(profile: Profile, model: ModelConfig, dtype: torch.dtype, tokens: int) -> float:
-    """Return the seconds that costs.py counts for a layer's forward and backward."""
-    layer = costs.layer_seconds(costs.Estimator(profile), costs.Plan(model, dtype, 1, 1, tokens))
+def layer_seconds(
+    profile: Profile, model: ModelConfig, dtype: torch.dtype, tokens: int, kernel: str = "auto"
+) -> float:
+    """Return the seconds that costs.py counts for a layer's forward and backward, whose attention is
+    computed by `kernel`."""
+    est = costs.Estimator(profile, kernel)
+    layer = costs.layer_seconds(est, costs.Plan(model, dtype, 1, 1, tokens))
     return layer.forward + layer.backward
 
 
@@ -52,11 +66,15 @@ class Machine:
     sizes = (2**20, 2**23, 2**26, 2**29)  # bytes that are sent, or (the last) copied to the host
     middle = 4096  # tokens and width of whole layers
 
-    def __init__(self, device: torch.device, dtype: torch.dtype, kernel: str, per_node: int):
+    def __init__(
+        self, device: torch.device, dtype: torch.dtype, kernels: Sequence[str], per_node: int
+    ):
+        """kernels: the attention kernels to measure, best first. Whole layers run the first one."""
         self.device = device
         self.dtype = dtype
         self.per_node = per_node
-        self.attention = Attention(kernel)
+        self.kernels = kernels
+        self.attention = Attention(kernels[0])
         # not zeros, which are multiplied faster
         self.random = functools.partial(torch.randn, device=device, dtype=dtype)
         self.gpu = device.type == "cuda"
@@ -80,12 +98,12 @@ class Machine:
             HOST_BYTES,
             peak_flops(device_name),
             self.product_rates(),
-            self.attention_rates(),
+            {kernel: self.attention_rates(Attention(kernel)) for kernel in self.kernels},
             math.inf,  # memory, below
             self.update_rate("gpu"),
             self.copy_rate(),
             self.update_rate("host"),
-            self.launch_seconds(),
+            {processor_name(): self.launch_seconds()},
             self.collective_rates(),
             self.overlap_factors(),
             {"all": "measured"},
@@ -127,10 +145,9 @@ class Machine:
                     found[kind].append([tokens, width, 2 * tokens * width**2 / self.time(fn)])
         return found
 
-    def attention_rates(self):
-        """Return FLOP/s of causal attention, half of the (T, T) matrix counted."""
+    def attention_rates(self, op):
+        """Return a kernel's FLOP/s of causal attention, half of the (T, T) matrix counted."""
         forward, backward = [], []
-        op = self.attention
         for seq in self.seqs:
             batch = max(1, self.tokens[-1] * 4 // seq)  # much longer than its launch
             q, k, v, do = (self.random(batch, seq, 8, 128) for _ in range(4))  # 8 heads
@@ -166,7 +183,7 @@ class Machine:
         """Return bytes/s between products: those at which layer_seconds counts what a layer takes
         here. In profile memory takes no time."""
         cfg, run = self.make_layers()
-        layer = cfg, self.dtype, self.middle
+        layer = cfg, self.dtype, self.middle, self.kernels[0]
         products = layer_seconds(profile, *layer)
         moved = layer_seconds(replace(profile, memory=1.0), *layer) - products  # bytes
         seconds = self.time(run) / cfg.layers

@@ -19,9 +19,9 @@ The search has two stages. The usual values of each degree are priced first: a f
 chunks of 16K and 8K tokens. All other values that a flag could ask for follow, as far as they could
 still be faster, so that a flag given by hand finds nothing better (within the tie below).
 
-Ties, within 0.2 %, go to fewer stages, columns and ranks a sequence, micro-batches near 8K tokens,
-states on the GPU, fewer shards (`preference`). Nodes are put in an order in which few bytes cross
-the spine of a cluster's switches (`place_nodes`; AMSP, section V-D).
+Ties, within 0.2 %, go to fewer stages and columns, no need of host memory, fewer ranks a sequence,
+micro-batches near 8K tokens, states on the GPU, fewer shards (`preference`). Nodes are put in an
+order in which few bytes cross the spine of a cluster's switches (`place_nodes`; AMSP, section V-D).
 
 With tp columns of layers and a pipeline of pp stages, states and sequences are shared by the R =
 ranks / (tp pp) ranks of one stage and column, per_node / tp of them in a node. What a stage's
@@ -67,18 +67,17 @@ from costs import (
     with_memory,
 )
 from data import regular
-from hardware import Profile, load_profile, profile_files, scaled
+from hardware import Profile, launches_of, load_profile, profile_files, rates_of, scaled
 from model import MODELS, ModelConfig, divisors, param_count
 from offload import ActivationPlan
 from optim import OPTIMIZERS
 from pipeline import why_no_order
 from shard import STREAMS, Factors, illegal, legal_factors, parse_strategy
-from streams import GIB
+from streams import GIB, NO_LIMIT, in_unit, unit_of
 
 # ---------------------------------------------------------------------------- flags
 
 
-NO_LIMIT = 2.0**60  # bytes of a memory that is not planned for
 UNITS = {"G": 2**30, "M": 2**20, "K": 2**10, "": 1}
 
 
@@ -261,6 +260,13 @@ class Constraints:
     most_sequences: Count = None  # that the data has
 
     @property
+    def has_documents(self) -> bool:
+        """Return whether attention stays inside documents."""
+        if self.document_token is None:
+            return bool(self.tokenizer)
+        return self.document_token >= 0
+
+    @property
     def overlaps(self) -> tuple[str, ...]:
         """Return what overlaps. Raises ValueError."""
         names = () if self.overlap == "none" else tuple(self.overlap.split(","))
@@ -278,10 +284,12 @@ class Hardware:
     profile: Profile
     gpu_budget: float = NO_LIMIT  # bytes of a GPU to plan with
     host_budget: float = NO_LIMIT  # bytes of host memory of a rank, for states and to swap to
+    kernel: str = "auto"  # the attention kernel that runs; auto: the best that the profile has
+    processor: str = ""  # of the host that launches; empty: the profile's first one
 
     @functools.cached_property
     def est(self):
-        return Estimator(self.profile)
+        return Estimator(self.profile, self.kernel, self.processor)
 
 
 GPU_SHARE = 0.95  # of a GPU to plan with: context, communicators and fragments want the rest
@@ -454,7 +462,7 @@ def sequences(c, plan, every=False):
     by_heads = ""  # what goes by heads alone
     if c.attention in KERNELS and not KERNELS[c.attention].plain:
         by_heads = f"--attention {c.attention}, which may see heads, or where keys stand,"
-    if bool(c.tokenizer) if c.document_token is None else c.document_token >= 0:
+    if c.has_documents:
         by_heads = "attention inside documents (--document-token; -1: none)"
 
     def why_not(sp, ring):
@@ -639,10 +647,13 @@ shape_of = operator.attrgetter(
 
 def preference(plan):
     """Return what is least of the plan that is chosen from those that tie: with fewer columns,
-    stages, ranks a sequence, micro-batches of 8K tokens (more take memory), states on the GPU,
-    fewer shards, and chunks, or whole layers, which launch less."""
+    stages, no need of host memory, fewer ranks a sequence, micro-batches of 8K tokens (more take
+    memory), states on the GPU, fewer shards, and chunks, or whole layers, which launch less."""
     return (
-        *kind(plan),
+        plan.tp,
+        plan.pp,
+        plan.host_bytes > 0,
+        plan.sp,
         plan.ring,
         abs(plan.tokens - 2**13),
         plan.os_place,
@@ -736,7 +747,7 @@ def search(c, model, hardware):
         )
         raise TooLarge(
             f"a step needs {in_unit(plan.gpu_bytes)} a GPU of "
-            f"{in_unit(hardware.gpu_budget)} ({in_gib(plan)}), and "
+            f"{in_unit(hardware.gpu_budget)} ({by_purpose(plan)}), and "
             f"{in_unit(plan.host_bytes)} of host memory a rank of "
             f"{in_unit(hardware.host_budget)}, with {in_words(plan)}, at least (asked for, "
             f"which may need more: {given(vars(c)) or 'nothing'})"
@@ -1002,12 +1013,13 @@ def place(plan, leaf):
         )
     names, leaves = zip(*parse_leaf(leaf, plan.ranks // plan.per_node).items())
     order, before, after = place_nodes(leaves, make_rings(plan), plan.per_node)
+    unit_bytes, unit = unit_of(before)
     best = "the given one is as good"
     if after < before:
         best = ", ".join(names[node] for node in order)
     return (
         f"order of nodes: {best}\n"
-        f"spine traffic {before / GIB:.2f} -> {after / GIB:.2f} GiB a step, "
+        f"spine traffic {before / unit_bytes:.2f} -> {after / unit_bytes:.2f} {unit} a step, "
         f"{(before - after) / max(1.0, before):.0%} saved"
     )
 
@@ -1017,7 +1029,7 @@ def place(plan, leaf):
 RULES = {  # choice -> why it is as it is
     "tp": "1, or as --tp says (auto: searched): columns of a layer exchange in the open",
     "pp": "1, or as --pp says (auto: searched): stages of a pipeline wait for each other",
-    "sp": "the fewest ranks a sequence that fit and are fast",
+    "sp": "the fewest ranks a sequence that fit and are fast; more, if a tie then spares host memory",
     "ring": "the least that leaves ranks that share key/value heads in one node",
     "groups": "parts of the heads: 4 hide all-to-alls under attention, more need less memory",
     "batch": "data-parallel ranks x micro-batches x sequences of one, up to 32K tokens a rank",
@@ -1059,21 +1071,11 @@ def in_words(plan: Plan, other: Plan | None = None) -> str:
     )
 
 
-def in_unit(nbytes):
-    """Return bytes in words, in the largest of GiB, MiB and KiB of which there is at least one
-    tenth: '131.7 GiB', '1.3 MiB'; 'any size' of a machine whose memory has no limit here."""
-    if nbytes >= NO_LIMIT / 2:
-        return "any size"
-    for unit, name in ((2**30, "GiB"), (2**20, "MiB")):
-        if nbytes >= unit / 10 or not nbytes:
-            return f"{nbytes / unit:.1f} {name}"
-    return f"{nbytes / 2**10:.1f} KiB"
-
-
-def in_gib(plan):
-    """Return the bytes of a GPU, by what they are for."""
+def by_purpose(plan):
+    """Return the bytes of a GPU by what they are for, all in the unit that suits their sum."""
+    unit, _ = unit_of(plan.gpu_bytes)
     return ", ".join(
-        f"{name} {size / GIB:.2f}" for name, size in plan.memory.items() if size > GIB / 200
+        f"{name} {size / unit:.2f}" for name, size in plan.memory.items() if size > unit / 200
     )
 
 
@@ -1126,6 +1128,19 @@ def given(values):
     )
 
 
+def rates_in_words(hardware: Hardware) -> str:
+    """Say which kernel's seconds and which host's launches a prediction has."""
+    kernel = rates_of(hardware.profile, hardware.kernel)
+    attention = f"attention takes the seconds of {kernel}"
+    if hardware.kernel not in ("auto", kernel):
+        attention += f", because the profile has none of {hardware.kernel}"
+    host = launches_of(hardware.profile, hardware.processor)
+    launches = f"launches take those of {host}"
+    if hardware.processor not in ("", host):
+        launches = f"launches were measured on {host}, and this host is {hardware.processor}"
+    return f"{attention}; {launches}"
+
+
 def describe_plans(plans: list[Plan], hardware: Hardware) -> str:
     """Return a line a plan for people, with what differs from the first, which is in words already;
     where the first one's seconds and bytes go."""
@@ -1138,7 +1153,8 @@ def describe_plans(plans: list[Plan], hardware: Hardware) -> str:
         lines.append(
             f"{plan.step_s:.4g} s a step, {found['tgs']:,.0f} tokens a second and device (TGS), "
             f"{mfu}{found['tokens_a_day']:,.0f} tokens a day, "
-            f"{found['gpu_gib']:.1f} GiB a device, {found['host_gib']:.1f} GiB of a node's host: "
+            f"{in_unit(plan.gpu_bytes)} a device, "
+            f"{in_unit(plan.host_bytes * plan.per_node)} of a node's host: "
             f"{in_words(plan, plans[0]) or 'as above'}"
         )
     seconds = [
@@ -1146,12 +1162,15 @@ def describe_plans(plans: list[Plan], hardware: Hardware) -> str:
         for name, value in plans[0].seconds.items()
         if value > 5e-4 * plans[0].step_s
     ]
+    unit_bytes, unit = unit_of(plans[0].gpu_bytes)
     return "\n".join(
         [
             *lines,
             f"seconds of a step by profile {hardware.profile.name} (of communication what nothing "
             f"hides): {', '.join(seconds)}",
-            f"GiB of a device: {in_gib(plans[0])}; {plans[0].gpu_bytes / GIB:.2f} in all",
+            rates_in_words(hardware),
+            f"{unit} of a device: {by_purpose(plans[0])}; "
+            f"{plans[0].gpu_bytes / unit_bytes:.2f} in all",
         ]
     )
 
@@ -1205,8 +1224,8 @@ def describe(c, hardware, found, plans):
     lines = [
         f"{param_count(best.model) / 1e9:.2f} billion parameters, {best.seq:,} tokens a "
         f"sequence, sequences a step: {best.batch}, GPUs: {hardware.ranks}, "
-        f"{hardware.per_node} a node; {hardware.gpu_budget / GIB:.1f} GiB of a GPU, "
-        f"{hardware.host_budget * hardware.per_node / GIB:.1f} GiB of a node's host memory to "
+        f"{hardware.per_node} a node; {in_unit(hardware.gpu_budget)} of a GPU, "
+        f"{in_unit(hardware.host_budget * hardware.per_node)} of a node's host memory to "
         "plan with",
         f"profile {profile.name}: {profile.device}, {profile.sources.get('all', 'see its file')}",
         "",
@@ -1217,7 +1236,8 @@ def describe(c, hardware, found, plans):
         describe_plans(plans, hardware),
         f"what binds: {binding(c, hardware, best)}",
     ]
-    est = Estimator(profile)  # another one: hardware.est knows what all plans have asked for
+    # another one: hardware.est knows what all plans have asked for
+    est = Estimator(profile, hardware.kernel, hardware.processor)
     step_seconds(est, best)
     if est.held:
         lines.append("not in the profile, at the nearest rates: " + "; ".join(sorted(est.held)))
@@ -1256,10 +1276,20 @@ class Question(Constraints):
                 f"--ranks {ranks}: not divisible by --per-node {per_node}; "
                 f"legal here: {', '.join(map(str, divisors(ranks)))}"
             )
+        if self.attention not in ("auto", *KERNELS):
+            raise ValueError(f"--attention {self.attention}: one of auto, {', '.join(KERNELS)}")
         profile = load_profile(self.cluster, per_node)
         gpu = GPU_SHARE * (self.gpu_memory or profile.gpu_bytes)
         host = profile.host_bytes * 7 // 8 if self.host_memory is None else self.host_memory
-        return Hardware(ranks, per_node, profile, gpu, host / per_node)
+        return Hardware(ranks, per_node, profile, gpu, host / per_node, self.kernel_of(profile))
+
+    def kernel_of(self, profile):
+        """Return the attention kernel that is asked for. auto: the best one of the profile, which
+        has to take documents if there are any."""
+        if self.attention == "auto" and self.has_documents:
+            names = [name for name in KERNELS if KERNELS[name].documents]
+            return min(names, key=lambda name: name not in profile.attention)
+        return self.attention
 
 
 def changes_that_fit(asked, hardware):

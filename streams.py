@@ -116,8 +116,27 @@ class Buffer:
 # ---------------------------------------------------------------------------- host memory
 
 GIB = 2**30
+NO_LIMIT = 2.0**60  # bytes of a memory that is not planned for
 HOST_BYTES = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")  # of this machine
 HOST_ALIGN_BYTES = 512  # a tensor in a host buffer begins at a multiple of this
+
+
+def unit_of(nbytes: float) -> tuple[int, str]:
+    """Return the bytes and the name of the largest of GiB, MiB and KiB of which there is at least
+    one; of less than a KiB the smallest, and of nothing the largest."""
+    for unit, name in ((2**30, "GiB"), (2**20, "MiB")):
+        if nbytes >= unit or not nbytes:
+            return unit, name
+    return 2**10, "KiB"
+
+
+def in_unit(nbytes: float, digits: int = 1) -> str:
+    """Return bytes in words, so that a small size is not printed as 0.0 GiB: '131.7 GiB',
+    '1.3 MiB'; 'any size' of a memory that has no limit."""
+    if nbytes >= NO_LIMIT / 2:
+        return "any size"
+    unit, name = unit_of(nbytes)
+    return f"{nbytes / unit:.{digits}f} {name}"
 
 
 def host_budget(ranks: int, asked: int | None) -> float:
@@ -139,8 +158,8 @@ def host_budget(ranks: int, asked: int | None) -> float:
         return allowed * 7 // 8 / ranks
     if asked > allowed:
         raise ValueError(
-            f"--host-memory {asked / GIB:.0f}G is too much: this machine, or its control group, "
-            f"allows {allowed / GIB:.0f}G. Ask for less than that, because other things on the "
+            f"--host-memory {in_unit(asked)} is too much: this machine, or its control group, "
+            f"allows {in_unit(allowed)}. Ask for less than that, because other things on the "
             "node need some of it."
         )
     return asked / ranks
@@ -174,7 +193,7 @@ def pin_host_buffers(sizes: list[int], pin: bool) -> list[Tensor]:
         error = int(cudart.cudaHostRegister(address, mapped, 0))
         if error:
             raise MemoryError(
-                f"pinning {size / GIB:.2f} of {sum(sizes) / GIB:.2f} GiB of host "
+                f"pinning {in_unit(size)} of {in_unit(sum(sizes))} of host "
                 f"memory failed with CUDA error {error}. Lower --host-memory."
             )
         # unregister when the buffer is freed; the argument `memory` keeps the mapping until then.

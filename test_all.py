@@ -1396,7 +1396,7 @@ def test_fields_that_would_be_dropped_are_refused(tmp_path, monkeypatch):
     tiny = {f.name: getattr(m.MODELS["tiny"], f.name) for f in dataclasses.fields(m.ModelConfig)}
     for module in (hf, train):
         monkeypatch.setattr(module, "ModelConfig", ForkedConfig)
-    for span, says in ((0, ""), (64, "config.json has no key for span=64")):
+    for span, says in ((0, ""), (64, "llama's config.json has no key for span=64;")):
         monkeypatch.setitem(m.MODELS, "tiny", ForkedConfig(**tiny, span=span))
         with raises(ValueError, match=says) if says else contextlib.nullcontext():
             main(f"--steps 0 --out {tmp_path}/{span} --export {tmp_path}/hf-{span}")

@@ -139,7 +139,7 @@ from ranks import (
 )
 from replay import StepMemory, mark
 from shard import States, check_weights
-from streams import GIB, CommStream, host_budget
+from streams import GIB, NO_LIMIT, CommStream, host_budget, in_unit
 from tensor import TensorParallel, check_tensor_parallel, split_model
 
 EVAL_SEQUENCES = 64  # an evaluation takes at most so many sequences
@@ -488,26 +488,33 @@ def check_folders(cfg: Config, model: ModelConfig, source: dict) -> None:
 
 
 def choose_plans(
-    cfg: Config, model: ModelConfig, device: torch.device, gpu_bytes: float | None = None
+    cfg: Config,
+    model: ModelConfig,
+    device: torch.device,
+    kernel: str,
+    gpu_bytes: float | None = None,
 ) -> tuple[list[costs.Plan], Hardware]:
     """Return the best plans by predicted time, and the hardware that they are for.
 
     The plans choose whatever the flags leave open, except the dtype. The hardware says how many
     ranks there are, the profile of their devices, and the memory of the rank that has least.
-    gpu_bytes: what to plan for, instead of this GPU's memory. Raises ConfigError. A collective of
+    kernel: the attention kernel that runs, whose rates predict its seconds. gpu_bytes: what to plan for, instead of this GPU's memory. Raises ConfigError. A collective of
     all ranks, which all get the same plans.
     """
     world = dist.get_world_size()
     per_node = int(os.environ.get("LOCAL_WORLD_SIZE", world))
     profile = on_rank_0(hardware.known_profile, device_name(device), per_node)
 
-    total = planner.NO_LIMIT
+    total = NO_LIMIT
     if device.type == "cuda":
         total = torch.cuda.get_device_properties(device).total_memory
     own_gpu_bytes = planner.GPU_SHARE * min(total, cfg.gpu_memory or total)
     gpu_budgets = gather_objects(gpu_bytes or own_gpu_bytes)
     host_budgets = gather_objects(all_or_none(host_budget, per_node, cfg.host_memory))
-    cluster = Hardware(world, per_node, profile, min(gpu_budgets), min(host_budgets))
+    processor = on_rank_0(hardware.processor_name)  # of rank 0, so that all ranks plan alike
+    cluster = Hardware(
+        world, per_node, profile, min(gpu_budgets), min(host_budgets), kernel, processor
+    )
 
     default_tokens = 2**12 if cfg.model == "tiny" else 2**19  # per step
     constraints = replace(cfg, default_tokens=default_tokens)
@@ -560,7 +567,7 @@ def configure(command_flags: dict, local_rank: int) -> Run:
         }
     )
     planner_flags = replace(cfg, dtype=dtype, most_sequences=training.count)
-    plans, cluster = choose_plans(planner_flags, model, device)
+    plans, cluster = choose_plans(planner_flags, model, device, kernel)
     cfg = replace(cfg, batch=plans[0].batch)
 
     # ---- where to start
@@ -1261,7 +1268,7 @@ def log_step(run: Run, log, row: dict, unsaved: str) -> None:
     if row["mfu_full"]:
         parts.append(f"MFU {row['mfu_causal']:.1%} causal {row['mfu_full']:.1%} full")
     if row["gpu_gib"]:
-        parts.append(f"GPU {row['gpu_gib']:.1f} GiB")
+        parts.append(f"GPU {in_unit(row['gpu_gib'] * GIB)}")
     parts.append(f"{seconds:.2f} s left {timedelta(seconds=round(seconds * (steps - step)))}")
     if not row["finite"]:
         parts.append("SKIPPED: the loss or the gradient is not finite")
@@ -1497,7 +1504,7 @@ if __name__ == "__main__":
         sys.exit("train.py: interrupted. All saved checkpoints are whole: continue with --resume")
     except torch.OutOfMemoryError as e:
         sys.exit(
-            f"train.py: out of GPU memory: {e}\nThe line 'GiB of a device' above says what was "
+            f"train.py: out of GPU memory: {e}\nThe line '... of a device' above says what was "
             "planned. Shorten --seq, lower --micro-batch, --chunk, --alpha or --resident-layers, "
             "or take more GPUs or a larger --sp. All saved checkpoints are whole: continue with "
             "--resume"

@@ -29,7 +29,7 @@ import torch
 import memplan
 from bench import as_text
 from costs import Plan, predict
-from hardware import known_profile
+from hardware import known_profile, rates_of
 from model import MODELS
 from offload import ActivationPlan
 from shard import STREAMS, Factors
@@ -259,8 +259,8 @@ ERRORS = (
     " Two H100s are predicted by profile h100x1 and, by data sheets, h200x2's network; two H200s"
     " that reach each other by sockets (*nodes=2*) by an assumed network of 400 Gb/s a GPU, with"
     " which ring 1, the slower one, would be the faster. What ran cuDNN's attention is predicted"
-    " by rates of FlashAttention-4; past 32K tokens, where these are higher, its kernel counts as"
-    " not measured. Where one"
+    " by cuDNN's rates. Most of these follow from the seconds that the kernels of the same rows"
+    " take alone (each profile says which), so these rows count as seen before. Where one"
     " sequence of 4,096 tokens of 1b is a micro-batch (A), the host has more to do than its GPU"
     " (on an H100 a layer computes for 2.5 ms; profile h100x1's host launches it in 4.4), and a"
     " step takes what the host of the day takes: 0.69 to 0.87 s on four of them. So h100x1 was"
@@ -315,16 +315,16 @@ def predicted_rows() -> list[dict]:
                 continue
             plan = plan_of(r)
             profile = known_profile(found["hardware"], plan.per_node)
+            kernel = r.get("kernel") or "auto"  # older rows lack it: they ran the best one
             kind = "held out" if r.get("held_out") else "seen before"
             if (
                 plan.ranks > plan.per_node
                 or plan.ranks > 1
                 and "collectives" in profile.sources
-                or r.get("kernel") == "cudnn"
-                and plan.seq > 2**15
+                or kernel not in ("auto", rates_of(profile, kernel))
             ):
                 kind = pictures.ELSEWHERE
-            plan = predict(plan, profile)
+            plan = predict(plan, profile, kernel)
             rows.append(
                 {
                     "question": f"K, {r['model']} {r['seq'] // 1024}K",

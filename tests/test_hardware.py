@@ -29,12 +29,26 @@ def test_profiles_between_points_and_at_their_ends():
         ('"memory": 0.0', "memory .*0.0.*positive numbers"),
         ('"to_host": NaN', "to_host .*nan.*positive"),
         ('"per_node": "fast"', "per_node .*fast.*positive"),
-        ('"launch": {"forward": 1, "backward": -1}', "launch backward .*-1.*positive"),
-        ('"launch": {"forward": 1}', "is no profile.*backward"),
+        ('"launch": {"x": {"forward": 1, "backward": -1}}', "launch x backward .*-1.*positive"),
+        ('"launch": {"x": {"forward": 1}}', "is no profile.*backward"),
+        ('"launch": {"forward": 1, "backward": 1}', "launch forward 1: the seconds of a host"),
+        ('"launch": {}', "at least one host"),
         ('"names": 1', "is no profile.*names"),
         ('"products": {"forward": [[1, 1, 1]]}', "input_grad"),
-        ('"attention": {"forward": [[8, 1], [4, 1]], "backward": []}', "8, 1.*ascending"),
-        ('"attention": {"forward": [[4, 1]]}', "backward"),
+        ('"attention": {"fa4": {"forward": [[8, 1], [4, 1]], "backward": []}}', "8, 1.*ascending"),
+        ('"attention": {"fa4": {"forward": [[4, 1]]}}', "backward"),
+        ('"attention": {"forward": [[4, 1]], "backward": [[4, 1]]}', "attention forward: .*fa4"),
+        ('"attention": {}', "at least one kernel"),
+        (  # one kernel's rates are whole, another one's are not
+            '"attention": {"fa4": {"forward": [[4, 1]], "backward": [[4, 1]]}, '
+            '"cudnn": {"forward": [[4, 1]], "backward": [[4, -1]]}}',
+            "attention cudnn backward .*-1.*positive",
+        ),
+        (
+            '"attention": {"fa4": {"forward": [[4, 1]], "backward": [[4, 1]]}, '
+            '"cudnn": {"forward": [[4, 1]]}}',
+            "is no profile.*backward",
+        ),
         ('"collectives": {"all_gather": {"2x1": [[1, 1]]}}', "reduce_scatter"),
         ("}", "is no profile"),
     ],
@@ -89,12 +103,38 @@ def test_known_profiles_are_those_of_the_node():
     assert hardware.load_profile("H100", 8) == eight
 
 
+def test_rates_belong_to_a_kernel_and_launches_to_a_host():
+    """A kernel that the profile lacks has the rates of the nearest one, and a host that it lacks the
+    launches of the first one. Catches the seconds of another kernel where its own are known."""
+    machine = hardware.load_profile("h200x2")
+    assert [*machine.attention] == ["fa4", "cudnn", "flash"]
+    for kernel in machine.attention:
+        assert hardware.rates_of(machine, kernel) == kernel
+    assert hardware.rates_of(machine) == "fa4" and hardware.rates_of(machine, "cpu") == "flash"
+    two = replace(machine, attention={name: machine.attention[name] for name in ("cudnn", "fa4")})
+    assert hardware.rates_of(two) == "fa4" and hardware.rates_of(two, "flash") == "cudnn"
+    hosts = replace(machine, launch={"first": {}, "second": {}})
+    assert [hardware.launches_of(hosts, name) for name in ("second", "third", "")] == [
+        "second",
+        "first",
+        "first",
+    ]
+    assert hardware.processor_name()
+    # a machine without a profile has all kernels of the one that its rates are scaled from
+    assert [*hardware.known_profile("NVIDIA A100-SXM4-40GB", 8).attention] == [
+        "fa4",
+        "cudnn",
+        "flash",
+    ]
+
+
 def measured_profile_worker():
     """memory is what makes costs.py count the measured seconds of a layer."""
-    machine = measure.Machine(torch.device("cpu"), torch.float32, "cpu", 2)
+    machine = measure.Machine(torch.device("cpu"), torch.float32, ["cpu"], 2)
     measured = machine.profile("here", {})
     hardware.check_profile(measured)
     assert measured.sources == {"all": "measured"} and measured.peak_flops is None
+    assert [*measured.attention] == ["cpu"] and [*measured.launch] == [hardware.processor_name()]
     assert 1e6 < min(measured.memory, measured.optimizer, measured.visits) < 1e15
     cfg, _ = machine.make_layers()
     known = replace(measured, memory=1e6)

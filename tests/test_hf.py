@@ -172,7 +172,12 @@ def test_hf_windows(kind, keys, window, tmp_path, group):
         ({}, "llama", ""),
         ({"qkv_bias": True}, "qwen2", ""),
         ({"qk_norm": True}, "qwen3", ""),
-        ({"qkv_bias": True, "qk_norm": True}, "", "no key for q.*=True"),
+        # the family that lacks the fewest keys is named
+        (
+            {"qkv_bias": True, "qk_norm": True},
+            "",
+            "qwen2's config.json has no key for qk_norm=True;",
+        ),
         ({"qk_norm": True}, "mistral", "mistral's config.json has no key for qk_norm"),
         ({"dim": 50}, "", "hidden size .50. is not a multiple of .* heads .6."),
     ],

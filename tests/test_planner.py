@@ -23,6 +23,7 @@ import hardware
 import model as m
 import planner
 import shard
+import streams
 import train
 from helpers import fastest, round_machine
 from test_all import parametrize, slow
@@ -75,7 +76,7 @@ NODES = "--ranks 16 --batch 16 --seq 4K --micro-batch 1 --sp 1 --recompute none 
         # up to 8K tokens run together
         ({}, "--seq 2K --batch 128 --p 1 --os 1 --recompute none", "sp=1 micro_batch=4 dp=8"),
         (  # and 32K where the host launches a layer more slowly than a GPU computes 8K
-            {"launch": {"forward": 1.0, "backward": 1.0}},
+            {"launch": {"a host": {"forward": 1.0, "backward": 1.0}}},
             "--seq 2K --batch 128 --p 1 --os 1 --recompute none",
             "sp=1 micro_batch=16 dp=8",
         ),
@@ -120,6 +121,69 @@ def test_planner_runs_layers_whole_where_chunks_keep_all():
     assert {plan.recompute for plan in found} == {"none", "auto"}
     for order in (found, found[::-1]):
         assert planner.best_of_kinds(order)[0].recompute == "none"
+
+
+def test_planner_says_whose_seconds_it_uses():
+    """A plan says which kernel's seconds and which host's launches it is predicted by, and where
+    these are not the ones that run. Catches a plan that is timed by another kernel in silence."""
+    asked = "--model 1b --ranks 1 --seq 128K --batch 1 --cluster h100x1 --top 1"
+    recorded = "those of a host whose processor was not recorded"
+    for flags, said in (
+        ("", f"attention takes the seconds of fa4; launches take {recorded}"),
+        ("--attention cudnn", f"attention takes the seconds of cudnn; launches take {recorded}"),
+        ("--attention flash", "of cudnn, because the profile has none of flash"),
+        ("--document-token 3", "attention takes the seconds of fa4;"),
+        ("--document-token 3 --cluster h200x8", "attention takes the seconds of fa4;"),
+    ):
+        assert said in ask(f"{asked} {flags}"), flags
+    found = [
+        json.loads(ask(f"{asked} --json --attention {kernel}"))["plans"][0]
+        for kernel in ("fa4", "cudnn")
+    ]
+    assert found[1]["step_s"] > 1.1 * found[0]["step_s"]
+    there = planner.Hardware(1, 1, hardware.load_profile("h100x1"), processor="My CPU 9000")
+    assert planner.rates_in_words(there).endswith(
+        "launches were measured on a host whose processor was not recorded, and this host is "
+        "My CPU 9000"
+    )
+    # of kernels that take documents; cudnn takes none
+    question = planner.Question(document_token=3)
+    two = replace(H200, attention={name: H200.attention[name] for name in ("cudnn", "flash")})
+    assert question.kernel_of(two) == "flash"
+    assert planner.Question().kernel_of(two) == "auto"
+    with raises(SystemExit):
+        ask(f"{asked} --attention fa5")
+
+
+def test_ties_spare_host_memory():
+    """Of plans that tie in time, one that needs no host memory is chosen, although more ranks share a
+    sequence. Catches a plan that fills the host for less than a tie's difference."""
+    flags = "--model 7b --ranks 8 --seq 128K --os-place gpu --cluster a800 --json --top 2"
+    first, second = json.loads(ask(flags))["plans"]
+    assert first["host_gib"] == 0 and second["host_gib"] > 100 and first["sp"] > second["sp"]
+    assert abs(first["step_s"] / first["batch"] / (second["step_s"] / second["batch"]) - 1) < 0.003
+
+
+def test_sizes_are_said_in_a_unit_that_shows_them():
+    """Sizes are printed in the largest unit of which there is at least one. Catches a small model
+    whose memory is said to be 0.0 GiB."""
+    for size, text in (
+        (0, "0.0 GiB"),
+        (512, "0.5 KiB"),
+        (2**20 - 2**10, "1023.0 KiB"),
+        (1.5 * 2**20, "1.5 MiB"),
+        (2**30, "1.0 GiB"),
+        (streams.NO_LIMIT, "any size"),
+    ):
+        assert streams.in_unit(size) == text
+    assert streams.in_unit(2**30 * 1.234, 2) == "1.23 GiB"
+    text = ask("--model tiny --ranks 2 --seq 256 --batch 2 --cluster cpu --os-place host --top 1")
+    assert re.search(r", \d+\.\d MiB a device, \d+\.\d MiB of a node's host: ", text)
+    (of_device,) = re.findall("^MiB of a device: (.*); (.*) in all$", text, re.MULTILINE)
+    assert sum(map(float, re.findall("[0-9.]+", of_device[0]))) == approx(float(of_device[1]), 0.01)
+    assert "0.0 GiB" not in text
+    with raises(ValueError, match=r"--host-memory 1048576.0 GiB: .* allows [0-9.]+ [GM]iB, "):
+        streams.host_budget(1, 2**50)
 
 
 def test_papers_choices():
