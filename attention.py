@@ -816,10 +816,10 @@ class Ring:
             return o, lse
         o = o.to(accumulation_dtype(q.dtype))
         for kv, queries, keys in self.kv_blocks(kv_transfer):
-            o_more, lse_more = kernel.forward(
+            more = kernel.forward(  # o and lse of these keys only
                 *select_tokens(queries, q), *select_tokens(keys, *kv), EVERYTHING
             )
-            merge_into(o[:, queries], lse[:, :, queries], o_more, lse_more)
+            merge_into(o[:, queries], lse[:, :, queries], *more)
             del kv  # so that its memory is free when the next k and v arrive
         return o.to(q.dtype), lse
 
