@@ -9,12 +9,14 @@ halves of a layer, block.pre and block.post, run in chunks of tokens:
 Memo calls the tensors that a layer's backward needs its *skeletal activations*. They are the input
 x, attention's output o with its log-sum-exp lse, and S_others: q, k, v, the residual stream after
 attention, gate|up and a few numbers per token. All other tensors are *transient activations*, which
-live only inside a pass. x, o and lse are not recomputed, so attention runs once. (It is over 90 %
-of the FLOPs at a million tokens.) S_others is treated chunk by chunk, in one of three ways:
+live only inside a pass. x, o and lse are not recomputed, so attention runs once. (Attention is over
+90 % of the FLOPs at a million tokens.) S_others is treated chunk by chunk, in one of three ways:
 
     keep        it stays on the GPU
     swap        it is copied to pinned host memory, and prefetched for backward
     recompute   it is dropped, and backward runs pre and post again on the chunk, from x and o
+
+Of the n layers, the last k are *resident*, which means that they copy nothing to the host:
 
     layers         x, o, lse          S_others
     first n - k    are swapped        a fraction alpha of chunks is swapped, the rest recomputed
@@ -145,6 +147,7 @@ class ActivationPlan:
         )
 
     def describe(self) -> str:
+        """Return the plan as one line of text."""
         chunks = self.chunks * max(1, self.resident)
         share = self.kept_chunks / chunks
         text = (
@@ -281,8 +284,9 @@ class SavedLayer:
     def store(self, t: Tensor) -> tuple[int, Tensor]:
         """Store t in self.tensors, contiguous; return its number, and what is stored."""
         t = t.detach()  # without the graph that computed it
-        # a copy if t is a part of a larger tensor, whose memory it would hold, or not contiguous: a
-        # tensor that is prefetched is contiguous, and strides must be the same then
+        # a part of a larger tensor is copied, because a view would hold the memory of the whole; a
+        # tensor that is not contiguous, because unpack uses its strides after a prefetch, too, and
+        # what is prefetched is contiguous
         is_part = t.nbytes < t.untyped_storage().nbytes()
         if is_part or not t.is_contiguous():
             t = t.clone(memory_format=torch.contiguous_format)
@@ -445,7 +449,7 @@ class ChunkedLayers:
             self.unread_product[block] = trace.unread_product
             if trace.stray_tensors:
                 raise ValueError(
-                    f"block.pre or block.post stores tensors in attributes of the block "
+                    "block.pre or block.post stores tensors in attributes of the block "
                     f"({', '.join(trace.stray_tensors)}). Layers that run in chunks see some "
                     "tokens at a time, and run again in backward, so such a tensor would be wrong "
                     "for whoever reads it: use --recompute none"
@@ -494,7 +498,7 @@ class ChunkedLayers:
         rounding_buffers = [
             torch.empty(largest, dtype=torch.uint8, device=device) for _ in group_sizes[:2]
         ]
-        self.groups = []  # by group: pairs of a swapped layer, and its bytes of a rounding buffer
+        self.groups = []  # by group: pairs (swapped layer, its place in a rounding buffer)
         for g, group in enumerate(groups):
             used = rounding_buffers[g % 2][: sum(group_sizes[g])]
             self.groups.append(list(zip(group, used.split(group_sizes[g]))))
