@@ -63,6 +63,7 @@ from costs import (
     memory_of_states,
     resident_bytes,
     step_seconds,
+    traffic_seconds,
     visit_seconds,
     with_memory,
 )
@@ -450,8 +451,17 @@ def stages(c, plan, every=False):
                 "pipeline"
             )
 
-    parts = divisors(layers) if every else {1, 2, 4, c.pp_chunks or 1}
-    return legal(c, ["pp", "pp_chunks"], itertools.product(divisors(ranks), parts), why_not)
+    def numbers_of_parts(pp):
+        if c.pp_chunks:
+            return {1, 2, 4, c.pp_chunks}
+        if not every:
+            return {1, 2, 4}
+        # of the numbers that give a part equally many layers, the least one needs the least memory
+        # and is the fastest
+        return {-(-layers // (pp * of_part)) for of_part in range(1, layers + 1)}
+
+    pairs = [(pp, parts) for pp in divisors(ranks) for parts in sorted(numbers_of_parts(pp))]
+    return legal(c, ["pp", "pp_chunks"], pairs, why_not)
 
 
 def sequences(c, plan, every=False):
@@ -638,8 +648,7 @@ FAR = 1.3  # times the best: what takes longer is not looked at
 token_s = operator.attrgetter("token_s")
 kind = operator.attrgetter("tp", "pp", "sp")  # what plans of a kind have in common
 states_of = operator.attrgetter("factors", "os_place")
-LIKELY_STATES = 3  # of the best plans, with which an unusual shape is tried
-LIKELY_SHAPES = 8  # unusual ones, for which all states are compared
+LIKELY_STATES = 3  # of the best plans, with which an unusual shape is tried first
 shape_of = operator.attrgetter(
     *("tp", "pp", "pp_chunks", "sp", "ring", "micro_batch", "head_groups", "recompute", "chunk")
 )
@@ -684,9 +693,10 @@ def search(c, model, hardware):
     there is none: with what the one that is nearest needs, or why what is asked is illegal.
 
     The usual shapes are priced first. The other ones follow if they may be faster than all that
-    is found: each is tried with the states of the best plans so far, and for those that come out
-    best all states are compared."""
-    found, too_large, fastest, least = [], [], {}, {}
+    is found: each is tried with the states of the best plans so far. Then all other states are
+    compared, from the shape that came out best on. A limit to the number of these shapes would miss
+    plans: a shape that is slow with the likely states can be the best with other ones."""
+    found, too_large, fastest, least, traffic = [], [], {}, {}, {}
 
     def late(plan):
         return any(
@@ -712,9 +722,19 @@ def search(c, model, hardware):
             too_large.append(plan)
         return plan.token_s
 
-    def price_states(shape, skip):
+    def possible_states(shape, skip):
+        """Return the plans of a shape that may fit and that `skip` does not exclude by their least
+        seconds."""
+        plans = choose(c, [shape], [states])
+        if found:
+            plans = with_room(c, shape, plans, hardware)
+        return [plan for plan in with_traffic(hardware, shape, plans, traffic) if not skip(plan)]
+
+    def price_states(shape, skip, known=()):
         if not skip(shape):
-            for plan in by_bound(hardware, choose(c, [shape], [states]), with_states=True):
+            plans = possible_states(shape, skip)
+            plans = [plan for plan in plans if states_of(plan) not in known]
+            for plan in by_bound(hardware, plans, with_states=True):
                 if skip(plan):
                     break
                 price(plan)
@@ -731,13 +751,13 @@ def search(c, model, hardware):
     likely |= set(best_of_p.values())
     tried = []
     for shape in possible([plan for plan in every if shape_of(plan) not in known], no_faster):
-        if not no_faster(shape):
-            plans = choose(c, [shape], [states])
-            plans = [plan for plan in plans if states_of(plan) in likely] or plans[-2:]
-            tried.append((min(map(price, plans)), len(tried), shape))
-    for i, (_, _, shape) in enumerate(sorted(tried)):
-        if i < LIKELY_SHAPES or not found:
-            price_states(shape, no_faster)
+        plans = [] if no_faster(shape) else possible_states(shape, no_faster)
+        plans = [plan for plan in plans if states_of(plan) in likely] or plans[-2:]
+        if plans:
+            known = {states_of(plan) for plan in plans}
+            tried.append((min(map(price, plans)), len(tried), shape, known))
+    for _, _, shape, known in sorted(tried, key=lambda each: each[:2]):
+        price_states(shape, no_faster, known)
     if not found:
         too_large.sort(key=lambda plan: over(plan, hardware))
         nearest = choose(c, too_large[:8], [states])
@@ -765,6 +785,48 @@ def by_bound(hardware, plans, with_states):
             seconds["copies"] = min(seconds["copies"], plan.seconds["copies"])
         timed.append(replace(plan, seconds=seconds))
     return sorted(timed, key=token_s)
+
+
+def with_room(c, shape, plans, hardware):
+    """Return the plans of a best_case whose states leave room for the least that layers may keep.
+    This takes a small part of the time of `fit`."""
+    kept = shape.memory["activations"]
+    if shape.recompute == c.recompute == "auto":
+        n, layer = shape.part_layers, column_bytes(shape)
+        needed, _ = bytes_of_ways(n, layer, c.resident_layers, bool(c.alpha))
+        kept = min(kept, shape.in_flight / n * needed.min())
+
+    without_states = kept + sum(shape.memory[name] for name in ("messages", "working"))
+    found = []
+    for plan in plans:
+        memory, host = memory_of_states(plan)
+        least = replace(plan, memory=memory | {"others": without_states}, host=host)
+        if over(least, hardware) <= 1 + 1e-9:
+            found.append(plan)
+    return found
+
+
+def with_traffic(hardware, shape, plans, known):
+    """Return the plans of a best_case with fewer seconds than they take: those of the best_case, and
+    those of model states, as if a pass were long enough to hide all communication. known: the
+    seconds of model states, for all plans with equally many, which is filled here."""
+    timed = []
+    for plan in plans:
+        same = (
+            *states_of(plan),
+            plan.os_layout,
+            plan.tp,
+            plan.pp,
+            plan.pp_chunks,
+            plan.micro_batches,
+            plan.chunks > 1,
+            plan.recompute,
+        )
+        if same not in known:
+            endless = math.inf, math.inf, math.inf  # forward, backward, its last matrices
+            known[same] = sum(traffic_seconds(hardware.est, plan, *endless).values())
+        timed.append(replace(plan, seconds=shape.seconds | {"states": known[same]}))
+    return timed
 
 
 def shapes(c, model, hardware, every=False):
