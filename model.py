@@ -58,8 +58,8 @@ whole, on all of its tokens at a time:
                                                       out and down, matrix.tp_output
 
     backward   ops._Project.backward(down)            autograd calls the last operator first
-                 shard.States.unshard(down)           waits for W, whose gather was launched
-                                                      when backward used the matrix before
+                 shard.States.unshard(down)           if p > 1, waits for W, whose gather was
+                                                      launched when layer i + 1 used its qkv
                                                       da = dy W; computes a = SwiGLU(gate|up)
                                                       again, with the gradient of gate|up
                  ops.add_weight_grad                  dW = dy^T a, through an event:
