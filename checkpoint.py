@@ -1,35 +1,36 @@
 """Save the model states of a run, and read them under any sharding factors.
 
     OUT/step-00000100/               the checkpoint of one step
-        rank-00000-0.safetensors     what rank 0 saves: a part of each state, as a flat tensor. A
-        rank-00000-1.safetensors     file takes about 4 GiB, and says where its parts belong
+        rank-00000-0.safetensors     what rank 0 saves: its parts of the states, as flat tensors. A
+        rank-00000-1.safetensors     file takes up to 4 GiB, and says where its parts belong
         ...
         meta.json                    written last: step, samples seen, model, flags, data; the size
                                      and the checksum of each file, and its own checksum
     OUT/log.jsonl                    one line per step
     OUT/lock                         held by the run that writes here
 
-What a checkpoint holds: for each weight what the optimizer owns of it. With AdamW these are the
-float32 `master` weight, `exp_avg` and `exp_avg_sq`, and per run the number of updates. It holds no
-bf16 weights and no gradients. A resume makes the bf16 weights again from the masters
-(States.restore_weights), and evaluation and export use these.
+A checkpoint holds the optimizer states of each weight, and the number of updates. With AdamW the
+states are the float32 `master` weight, `exp_avg` and `exp_avg_sq`. It holds no bf16 weights and no
+gradients. A resume makes the bf16 weights again by rounding the master weights
+(States.restore_weights). Forward passes use the bf16 weights, an export the master weights.
 
-How another number of ranks reads it: a part is the elements [start, start + count) of a state's
-flat tensor. A rank that resumes, under any factors, finds in all files the parts that overlap with
-its own part, and copies the overlaps:
+Another number of ranks can read it. A part is the elements [start, start + count) of a state's flat
+tensor. A rank that resumes, under any factors, finds in all files the parts that overlap with its
+own part, and copies the overlaps:
 
     saved with os = 2     |------- rank 0 -------|------- rank 1 -------|
     read with os = 3      |---- 0 -----|------ 1 ------|------ 2 -------|
 
 Here rank 1 of three reads the end of the old rank 0's part, and the beginning of the old rank 1's.
 
-With tensor parallelism a rank has some rows or columns of a matrix (ops.TensorSlice). Its flat
-tensor is that slice, and the file says which slice it is. A rank that has the same slice reads as
-above. For any other slice a rank first puts the whole matrix together, one matrix at a time.
+With tensor parallelism a rank has some rows or columns of a matrix (ops.TensorSlice). `start` then
+counts in the flattened slice, and the file says which slice it is. A rank that has the same slice
+reads as above. A rank with another slice first assembles the whole matrix in memory, one matrix at
+a time, and takes its slice from there.
 
 A checkpoint is written into a folder step-N.tmp, flushed to the disk, and then renamed. So a folder
-without .tmp is whole, whenever a run is killed. A resume compares the checksum of each file, and
-nothing that is read can run code.
+without .tmp is complete, even if the run was killed while it saved. A resume compares the checksum
+of each file, and nothing that is read can run code.
 
     saved = choose_checkpoint(out, resume)       which checkpoint, with all checksums compared
     load_checkpoint(states, saved)               read this rank's parts
@@ -73,8 +74,8 @@ FILE_BYTES = 4 * 2**30  # of tensors in one file
 
 
 def pack(sizes: dict[str, int]) -> list[list[str]]:
-    """Return which tensors go into which file. sizes: bytes by name. Names stay in order. A file
-    takes FILE_BYTES, or one tensor that is larger."""
+    """Return the names of the tensors in each file. sizes: bytes by name. Names stay in order. A
+    file takes at most FILE_BYTES, or one tensor that is larger."""
     files = []
     room = 0  # bytes left in the last file
     for name, size in sizes.items():
@@ -117,9 +118,9 @@ def sync(path: Path) -> None:
 def write_states(folder: Path, parts: dict[str, StatePart]) -> dict[str, list[int]]:
     """Write the files of this rank, and return [size, crc32] of each by its name. Raises OSError.
 
-    parts: this rank's part of each state, by the state's name; those with `saved_here` are written. One
-    file's tensors are on the host at a time. While one file is written, another thread computes the
-    checksums of the files before it."""
+    parts: this rank's part of each state, by the state's name; those with `saved_here` are written.
+    Only one file's tensors are on the host at a time. While a file is written, other threads
+    compute the checksums of the files before it."""
     sizes = {name: part.values.nbytes for name, part in parts.items() if part.saved_here}
     checksums = {}
     with ThreadPoolExecutor() as pool:
@@ -147,8 +148,9 @@ def write_meta(folder: Path, meta: dict) -> None:
 # A checkpoint may come from anybody, so nothing in it is believed before it is checked:
 #     the checksum of meta.json, and the numbers in it that a resume computes with (check_meta)
 #     the flags of the run (train.Config)
-#     the names, kinds, sizes and checksums of the files (open_checkpoint, check_files)
-#     that the parts of each state cover each of its elements exactly once (check_cover)
+#     the files: their names and sizes, that none is a link, their checksums (open_checkpoint,
+#         check_files)
+#     the parts of each state: they cover each of its elements exactly once (check_cover)
 
 
 @dataclass(frozen=True)
@@ -160,8 +162,8 @@ class Checkpoint:
 
 
 def open_checkpoint(folder: Path) -> Checkpoint:
-    """Return the checkpoint in a folder. Raises ValueError unless everything in it is as it was
-    written. Only the checksums of the large files are left to check_files."""
+    """Return the checkpoint in a folder. Raises ValueError if anything in it is not as it was
+    written. It does not compare the checksums of the large files, which check_files does."""
     try:
         text = regular(folder / "meta.json").read_text()
         body, _, crc32 = text.rpartition(',\n "crc32": ')
@@ -179,7 +181,7 @@ def open_checkpoint(folder: Path) -> Checkpoint:
             if size_now != size:
                 raise ValueError(f"{name} has {size_now} bytes, not {size}")
         open_parts(saved)
-    except Exception as e:  # whatever such files may hold
+    except Exception as e:  # a file that anybody has written may raise any exception
         raise ValueError(
             f"--resume: {folder} is not a whole checkpoint: {e or repr(e)}; name another one in "
             "the same folder, if there is one"
@@ -188,8 +190,8 @@ def open_checkpoint(folder: Path) -> Checkpoint:
 
 
 def check_meta(meta: dict) -> None:
-    """Raise ValueError unless the numbers that a resumed run computes with are in their range, and
-    the files have names that write_states gives."""
+    """Raise ValueError unless the numbers that a resumed run computes with are in their ranges, and
+    the files have names such as write_states gives them."""
 
     def check_number(numbers: dict, name: str, low: int) -> None:
         value = numbers[name]
@@ -221,7 +223,7 @@ class SavedPart:
 
     start: int
     count: int
-    elements: object  # safetensors' slice: indexing it reads the elements from the file
+    elements: object  # from safetensors' get_slice: only indexing it reads elements from the file
 
 
 @dataclass(frozen=True)
@@ -229,7 +231,7 @@ class SavedState:
     """All parts of a state."""
 
     shape: tuple[int, ...]  # of the whole tensor
-    # by the slice of the whole tensor that was flattened; None: the whole tensor was
+    # by the tensor-parallel slice to which the parts belong; None: they belong to the whole tensor
     parts: dict[TensorSlice | None, list[SavedPart]]
 
 
@@ -264,8 +266,8 @@ def position_text(part: StatePart) -> str:
 
 
 def read_position(text: str) -> tuple[int, tuple[int, ...], TensorSlice | None]:
-    """Return start, shape and slice of a position_text. Raises ValueError or another exception if
-    the text says anything else."""
+    """Return the start, shape and slice that position_text has written. Raises ValueError or
+    another exception for any other text."""
     position = json.loads(text)
     start = position["start"]
     shape = tuple(position["shape"])
@@ -330,9 +332,10 @@ def overlaps(one: TensorSlice, two: TensorSlice) -> bool:
 
 
 def check_files(saved: Checkpoint) -> None:
-    """Compare the checksums of the files. Rank r reads the files of the saved ranks r, r + world
-    size, and so on: with the same world size these hold the parts that it will need, which then lie
-    in the system's cache. Raises OSError, or ValueError if a file is not as it was written."""
+    """Compare the checksums of the files. Rank r reads the files that ranks r, r + world size, and
+    so on have saved. If the run has the same ranks and factors, with os = ranks and tp = 1, rank r
+    then resumes from these very files, which are in the system's cache by then. Raises OSError, or
+    ValueError if a file is not as it was written."""
 
     def check(name: str) -> None:
         if checksum(saved.folder / name) != saved.meta["files"][name]:
@@ -351,10 +354,11 @@ def check_files(saved: Checkpoint) -> None:
 
 
 def read_states(saved: Checkpoint, parts: dict[str, StatePart]) -> None:
-    """Fill this rank's parts of the states from a checkpoint. Only the elements that they need are
-    read. Raises OSError, or ValueError, also for values that are not finite."""
+    """Fill this rank's parts of the states from a checkpoint. A part reads only the elements that
+    it needs, unless its tensor-parallel slice differs from the saved ones: then it reads the whole
+    matrix. Raises OSError, or ValueError, also for values that are not finite."""
     states = open_parts(saved)
-    one_at_a_time = threading.Lock()  # for whole matrices, so that only one takes memory
+    one_at_a_time = threading.Lock()  # held while a whole matrix is in memory
 
     def read(name: str) -> None:
         part = parts[name]
@@ -384,9 +388,9 @@ def read_states(saved: Checkpoint, parts: dict[str, StatePart]) -> None:
 def fill(values: Tensor, parts: list[SavedPart], first: int) -> None:
     """Set values (n,) to the elements [first, first + n) of a flat tensor that is saved in parts.
 
-    a part      start |---------------| start + count
-    values                  first |--------------------| first + n
-    copied                        |---|
+    a saved part   start |---------------| start + count
+    values                     first |--------------------| first + n
+    copied                           |---|
     """
     for part in parts:
         begin = max(first, part.start)
@@ -397,7 +401,7 @@ def fill(values: Tensor, parts: list[SavedPart], first: int) -> None:
 
 
 def read_whole(state: SavedState, dtype: torch.dtype) -> Tensor:
-    """Return the whole matrix of a state, put together from all of its slices."""
+    """Return the whole matrix of a state, assembled from all of its slices."""
     whole = torch.empty(state.shape, dtype=dtype)
     rows, cols = state.shape
     everything = TensorSlice(state.shape, ((0, rows),), (0, cols))
@@ -416,9 +420,9 @@ def is_finite(values: Tensor) -> bool:
 
 
 def load_checkpoint(states: States, saved: Checkpoint) -> None:
-    """Read the model states from a checkpoint of any factors and any number of ranks, which
-    choose_checkpoint has checked. A collective of all ranks. Raises ConfigError on all ranks if one
-    of them cannot read its parts."""
+    """Read the model states from a checkpoint that choose_checkpoint has checked. It may come from
+    a run with other factors and another number of ranks. A collective of all ranks. Raises
+    ConfigError on all ranks if one of them cannot read its parts."""
     all_or_none(read_states, saved, states.state_parts())
     states.restore_weights()
 
@@ -428,12 +432,12 @@ def load_checkpoint(states: States, saved: Checkpoint) -> None:
 
 @dataclass
 class Saver:
-    """Saves a run's checkpoints, either at once or beside the next steps (--save-async).
+    """Saves a run's checkpoints. Training waits for the files, or goes on while they are written.
 
-    With `room`, the states are first copied to host memory, and a thread writes the files while
-    training goes on. Without it, training waits for the files.
+    With `room` (--save-async), the states are first copied to host memory, and a thread writes the
+    files while training goes on. Without it, training waits for the files.
 
-        begin(meta)     copy the states, and start to write them
+        begin(meta)     finish the save before; copy the states, and start to write them
         writing         whether this rank's thread is still at work
         finish()        wait for the files of all ranks, and give the checkpoint its name
 
@@ -444,9 +448,10 @@ class Saver:
     out: Path
     keep: int  # how many checkpoints stay in OUT; older ones are deleted
     states: States
-    group: dist.ProcessGroup | None = None  # patient_group(): it waits for a rank that writes long
+    # a group whose collectives wait long enough for a rank that writes slowly (ranks.patient_group)
+    group: dist.ProcessGroup | None = None
     room: float | None = None  # bytes of host memory that the copies may take; None: no copies
-    failed: str = ""  # why the last save failed, as a sentence; "": it did not
+    failed: str = ""  # why the last save failed, as a sentence; "" if it did not
 
     def __post_init__(self):
         """Allocate the copies. Raises MemoryError if `room` is too small for them."""
@@ -477,7 +482,7 @@ class Saver:
         self.meta = meta
         self.folder = self.out / f"step-{meta['step']:08d}.tmp"
         parts = self.states.state_parts()
-        if self.room is not None:  # the buffer is page-locked, so the copy runs at the link's speed
+        if self.room is not None:  # a copy to page-locked memory runs at the full speed of PCIe
             parts = {
                 name: replace(parts[name], values=copy.copy_(parts[name].values))
                 for name, copy in self.copies.items()
@@ -494,7 +499,8 @@ class Saver:
         try:
             written = all_or_none(self.job.result, group=self.group)
             files_of_ranks = gather_objects(written, self.group)
-            # all ranks wait, so that none is stopped and ends the run before the folder has its name
+            # all ranks wait for this. A rank that went on could end, and end the run with it,
+            # before rank 0 has renamed the folder
             on_rank_0(self.complete, files_of_ranks, group=self.group)
             self.failed = ""
         except ConfigError as e:
@@ -504,8 +510,9 @@ class Saver:
         self.job = None
 
     def complete(self, files_of_ranks: list[dict[str, list[int]]]) -> None:
-        """Write meta.json, rename the folder, and delete the oldest checkpoints. On rank 0, once
-        the files of all ranks are there. files_of_ranks: what write_states returned."""
+        """Write meta.json, rename the folder, and delete all but the newest `keep` checkpoints.
+        Runs on rank 0, once the files of all ranks are written. files_of_ranks: what write_states
+        has returned on each rank."""
         files = {}
         for files_of_rank in files_of_ranks:
             files |= files_of_rank
@@ -532,8 +539,8 @@ def find_checkpoint(out: Path, resume: str, passed_over: Sequence[Path] = ()) ->
     """Return the checkpoint to continue from, or None to start anew. Raises ValueError.
 
     resume: --resume, which is "never", "latest", "auto" (the latest, if there is any) or a folder.
-    "latest" and "auto" pass over a checkpoint that is not whole, and take the one before it.
-    passed_over: folders that are known not to be whole."""
+    "latest" and "auto" skip a checkpoint that is not whole, and take the one before it.
+    passed_over: folders to skip, because all ranks know that they are not whole."""
     if resume == "never":
         return None
     if resume not in ("auto", "latest"):
@@ -552,10 +559,12 @@ def find_checkpoint(out: Path, resume: str, passed_over: Sequence[Path] = ()) ->
 
 def choose_checkpoint(out: Path, resume: str) -> Checkpoint | None:
     """Return the checkpoint that find_checkpoint finds on rank 0, after all ranks have compared the
-    checksums of its files. A collective of all ranks. Raises ConfigError on all ranks."""
+    checksums of its files. "latest" and "auto" skip one whose checksums differ. A collective of all
+    ranks. Raises ConfigError on all ranks."""
     passed_over = []
     while True:
-        # rank 0 chooses: another node may see an old state of a shared folder for a minute
+        # only rank 0 chooses, because other nodes may see an old listing of a shared folder for a
+        # minute
         saved = on_rank_0(find_checkpoint, out, resume, passed_over)
         if saved is None:
             return None
@@ -594,8 +603,9 @@ def prepare_out(out: Path, resumed: Checkpoint | None, trains: bool) -> None:
 
         the run resumes a checkpoint of OUT, and trains    later checkpoints are moved, and the log
                                                            ends at the checkpoint's step
-        ... and does not train (--steps 0)                 everything stays
-        any other run                                      everything is moved
+        ... and does not train (--steps is reached)        everything stays
+        any other run                                      everything is moved: checkpoints, the
+                                                           log and pictures
     """
     for unfinished in out.glob("step-*.tmp"):
         if unfinished.is_symlink():
@@ -603,7 +613,7 @@ def prepare_out(out: Path, resumed: Checkpoint | None, trains: bool) -> None:
         else:
             shutil.rmtree(unfinished)
 
-    last_step = -1  # what lies after this step is moved
+    last_step = -1  # checkpoints and log rows of later steps do not stay
     if resumed and resumed.folder.resolve().parent.samefile(out):
         last_step = resumed.meta["step"] if trains else math.inf
     later = [
@@ -647,15 +657,18 @@ def read_log(log: Path) -> list[dict]:
 @contextlib.contextmanager
 def locked(out: Path):
     """Hold the folder OUT for one run. Raises ValueError that names the owner if another run holds
-    it. The operating system releases the lock when the process ends in any way, so a lock is never
-    stale. Some shared file systems have no locks: then a warning is printed, and the run goes on."""
+    it.
+
+    The operating system releases the lock however the process ends, so a lock is never stale. Some
+    shared file systems have no locks: then a warning is printed, and the run goes on."""
     with open_to_append(out / "lock") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             file.seek(0)
             raise ValueError(
-                f"--out {out}: another run writes there ({file.read().strip()}). Name another folder"
+                f"--out {out}: another run writes there ({file.read().strip()}). Name another "
+                "folder"
             ) from None
         except OSError as e:
             print(f"--out {out}: a second run that writes here would not be noticed: {e}")

@@ -1,7 +1,8 @@
 """LLaMA on one device: its sizes (ModelConfig), one layer (Block), the whole model (LLaMA).
 
 Legend: B sequences, T tokens per sequence, N = B*T, C width, H query heads, K key/value heads, D
-head width, F MLP width, V vocabulary, L layers; p, g AMSP's sharding factors of parameters and
+head width, F MLP width, V vocabulary, L layers; n = norm(x), and rms(x) is x's root mean square; dy
+is the gradient of the loss with respect to y; p, g AMSP's sharding factors of parameters and
 gradients (shard.py).
 
     model = LLaMA(MODELS["tiny"])
@@ -19,12 +20,14 @@ follow. Block's docstring says what a layer may do, with two examples.
 
 The model knows neither ranks nor streams. Other files act on it from outside, in these places:
 
-    matrix.events             Each use of a weight calls it (ops.PlainEvents). shard.py gathers the
-                              weight there, and reduces its gradient.
+    matrix.events             Each use of a matrix calls its methods unshard and add_grad
+                              (ops.PlainEvents). shard.py gathers the weight there, and reduces its
+                              gradient.
     matrix.tp_input,          Called on a projection's input, output and prologue. tensor.py
       tp_output, tp_prologue  exchanges tokens there between the ranks that share the matrix.
-    model.select_tp_tokens    Returns the positions of x's tokens, out of those of all tokens on
-                              this rank. They differ if tensor.py splits the tokens between layers.
+    model.select_tp_tokens    Called with the positions of all tokens that attention has on this
+                              rank. Returns the positions of the tokens that x has: a part of them
+                              if tensor-parallel ranks split the tokens of x (tensor.py), else all.
     model.attention           (q, k, v) -> (o, lse). attention.py puts its kernels here, on one rank
                               or several. with_documents() returns the attention of a micro-batch
                               whose tokens attend only to their own document.
@@ -34,19 +37,19 @@ The model knows neither ranks nor streams. Other files act on it from outside, i
                               embed_tokens, run_layers and apply_head itself. shard.py replaces
                               the weights by views of its buffers.
 
-In backward, offload.py runs a layer's operators by hand. It tells them so in two contexts,
-ops.recomputation and ops.deferred_weight_grads.
+In backward, offload.py calls a layer's operators itself. It does so inside two context managers,
+ops.recomputation and ops.deferred_weight_grads, which change what the operators do.
 
-What happens when layer i runs, in which file and function. First for a layer that runs whole, on
-all of its tokens at a time:
+This is what happens when layer i runs, in which file and function. First for a layer that runs
+whole, on all of its tokens at a time:
 
     forward    model.LLaMA.run_layers                 x = run_layer(i, x)
                model.run_block                        pre, attention, post
                  model.Block.pre
                    ops.project(qkv, norm, x, ...)     matrix.tp_input: nothing, or tensor.py's
                      ops._Project.forward             n = norm(x)
-                       shard.States.unshard(qkv)      launches the gathers of layer i + 1 (if
-                                                      p > 1), and waits for its own W
+                       shard.States.unshard(qkv)      if p > 1, launches the gathers of layer
+                                                      i + 1; waits for qkv's weight W
                                                       y = n W^T; autograd saves x and 1 / rms,
                                                       but neither W nor n
                    ops.split_rotate                   q, k, v
@@ -55,9 +58,10 @@ all of its tokens at a time:
                                                       out and down, matrix.tp_output
 
     backward   ops._Project.backward(down)            autograd calls the last operator first
-                 shard.States.unshard(down)           W again, whose gather was launched one
-                                                      matrix earlier
-                                                      da = dy W; SwiGLU again, and its gradient
+                 shard.States.unshard(down)           if p > 1, waits for W, whose gather was
+                                                      launched when layer i + 1 used its qkv
+                                                      da = dy W; computes a = SwiGLU(gate|up)
+                                                      again, with the gradient of gate|up
                  ops.add_weight_grad                  dW = dy^T a, through an event:
                    shard.States.add_grad(down)        computes dW into a buffer
                      shard.States.scatter_unit        when dW is complete, launches
@@ -69,8 +73,8 @@ all of its tokens at a time:
                ops._SplitRotate.backward              dqkv
                ops._Project.backward(qkv)             dx
 
-If the plan asks for chunks of tokens, model.layer_runner is offload.ChunkedLayers.start, and each
-layer is one ops.CustomGradient for autograd:
+If layers run in chunks of tokens, model.layer_runner is offload.ChunkedLayers.start. Autograd then
+sees each layer as one operator, ops.CustomGradient:
 
     forward    offload.ChunkedLayers.forward          pre in chunks, attention, post in chunks;
                                                       then `offload` launches the copy of a
@@ -78,13 +82,13 @@ layer is one ops.CustomGradient for autograd:
     backward   offload.ChunkedLayers.backward         load_group launches the next prefetch, and
                                                       waits for this layer's; pre runs again on
                                                       the chunks that were not saved
-                 attention.Attention.backward         first calls backward_post (as make_dout),
-                                                      which runs post again on such chunks and
-                                                      returns o's gradient
+                 attention.Attention.backward         first calls its argument make_dout, which
+                   offload.ChunkedLayers              runs post again on the chunks that were
+                     .backward_post                   not saved, and returns o's gradient;
+                                                      then dq, dk, dv
                  offload.ChunkedLayers.backward_pre   dx
 
-Biases of q, k, v (Qwen2) and norms of q and k (Qwen3) are fields of ModelConfig. If they are off,
-none of their operators runs.
+Biases of q, k, v (Qwen2) and norms of q and k (Qwen3) are fields of ModelConfig, off by default.
 
 Left out: dropout, mixture of experts, inference caches, other biases, and tied heads (an import
 copies the embedding to a head of its own). hf.py reads and writes files.
@@ -132,19 +136,19 @@ class ModelConfig:
     head_dim: int = 128  # D
     norm_eps: float = 1e-5
     rope_theta: float = 10000.0
-    # how rotary frequencies are scaled, in Hugging Face's keys; {}: not at all. A dict has no hash,
-    # so the field is no part of ModelConfig's
+    # how rotary frequencies are scaled, in Hugging Face's keys (see ROPE_KEYS); {}: not at all.
+    # hash=False, because functools.cache hashes a ModelConfig, and a dict cannot be hashed
     rope_scaling: dict = field(default_factory=dict, hash=False)
-    max_positions: int = 4096  # the trained length, times the factor of rope_scaling
-    tied: bool = False  # the imported head was the embedding; here they are two matrices
+    max_positions: int = 4096  # the trained length, times the factor of rope_scaling if it has one
+    tied: bool = False  # the imported model used its embedding as its head; here they are two
     qkv_bias: bool = False  # biases of q, k and v (Qwen2)
     qk_norm: bool = False  # norms of each head of q and k, before the rotation (Qwen3)
 
     def __post_init__(self):
-        """Raise ValueError for sizes that no kernel computes.
+        """Raise ValueError for sizes that attention or rotary embedding cannot compute.
 
-        Without this check some of them give wrong results and no error: if kv_heads does not divide
-        heads, attention on the CPU reads the next token's heads.
+        Without this check some sizes give wrong results and no error. For example, if kv_heads does
+        not divide heads, attention on the CPU reads the next token's heads.
         """
         if self.heads % self.kv_heads:
             nearest = min(divisors(self.heads), key=lambda n: abs(n - self.kv_heads))
@@ -168,20 +172,21 @@ class ModelConfig:
 class Block(nn.Module):
     """One layer. This is the only class that you edit to change a layer.
 
-    Chunks, swapping, recomputation and sharding follow by themselves. They act on what autograd
-    saves and on the events of a Matrix, whatever the block computes.
+    Chunks, swapping, recomputation and sharding follow by themselves, because they know nothing of
+    what the block computes. They act only on the tensors that autograd saves, and on the events of
+    a Matrix.
 
-    Weights. A large weight is a Matrix, which is sharded; a small one is a Vector. Both say how a
-    fresh weight starts. Define matrices in the order of their use, because they are gathered in
-    this order. hf._HF has the weights' names in Hugging Face's files.
+    Weights. A large weight is a Matrix, which is sharded; a small one is a Vector. Their arguments
+    say how a fresh weight is initialised. Define matrices in the order of their use, because they
+    are gathered in this order. hf._HF has the weights' names in Hugging Face's files.
 
     What pre and post may do. They may use any operator of PyTorch's that works on each token
     separately and draws no random numbers, since they may run again in backward.
         - They get a chunk of tokens at a time: only attention mixes tokens.
         - A layer reads nothing of other layers, and all layers are alike.
-        - The shapes of what autograd saves do not depend on data.
-        - With --tp, a rank has only some of the heads and of the F features: only a matrix product
-          may sum over them.
+        - The tensors that autograd saves have shapes that do not depend on the data.
+        - With --tp, a rank has only some of the heads, and some of the F features of the MLP. So
+          only a matrix product may sum over heads or over features.
 
     Example 1, a norm at the end of a layer. One vector in __init__, and another last line of post:
 
@@ -190,16 +195,17 @@ class Block(nn.Module):
         y = h + project(self.down, SWIGLU, gate_up)
         return x + rms_norm(y, self.last_norm.weight, self.cfg.norm_eps)
 
-    Example 2, GELU instead of SwiGLU: gated, a = gelu(gate) * up, or not gated, a = gelu(up).
+    Example 2, GELU instead of SwiGLU. The input a of `down` is gelu(gate) * up (gated), or gelu(up)
+    (not gated). What you change in which file:
 
                             gated                       not gated
-        a Prologue (ops)    GEGLU, made like SWIGLU     GELU, as in Prologue's docstring
-        gate_up here        stays, (2F, C)              Matrix(cfg.ffn, cfg.dim, cut="rows"), (F, C)
-        last line of post   project(down, GEGLU, ...)   project(down, GELU, ...)
-        files (hf.py)       "hidden_act": "gelu", in    none: no family that hf.py knows has such a
+        ops.py: a Prologue  GEGLU, written like SWIGLU  GELU, as in Prologue's docstring
+        here: gate_up       stays, (2F, C)              Matrix(cfg.ffn, cfg.dim, cut="rows"), (F, C)
+        here: end of post   project(down, GEGLU, ...)   project(down, GELU, ...)
+        hf.py               "hidden_act": "gelu", in    none: no family that hf.py knows has such a
                             _FIXED and export_config    layer, so imports and exports are refused
-        seconds (costs.py)  the SwiGLU rows of the tables above layer_tensors, and gate_up's width
-        tests (test_all.py) the same change in PlainLayer, with which the tests compare a model
+        costs.py (seconds)  the SwiGLU rows of the tables above layer_tensors, and gate_up's width
+        test_all.py         the same change in PlainLayer, with which the tests compare a model
     """
 
     def __init__(self, cfg: ModelConfig):
@@ -225,8 +231,9 @@ class Block(nn.Module):
     def heads(self) -> tuple[int, int, int]:
         """Return how many heads of q, k and v this rank computes: all, or its share with --tp."""
         width = self.cfg.head_dim
-        q = self.out.shape[1] // width
-        kv = (self.qkv.shape[0] // width - q) // 2
+        q = self.out.shape[1] // width  # out takes one column per element of q's heads
+        q_and_kv = self.qkv.shape[0] // width
+        kv = (q_and_kv - q) // 2
         return q, kv, kv
 
     def pre(self, x: Tensor, positions: Positions):
@@ -280,13 +287,13 @@ plain_attention = PlainAttention()
 class LLaMA(nn.Module):
     """The whole model: embedding, layers, final norm, head and loss.
 
-    attention: (q, k, v) -> (o, lse). It also has two methods: of_layer(i) returns the attention of
-    layer i. with_documents(documents) returns the attention of a micro-batch whose tokens attend
-    only to their own document.
+    attention: (q, k, v) -> (o, lse). Its method of_layer(i) returns the attention of layer i. If
+    forward gets documents, it also needs with_documents(documents), which returns the attention of
+    a micro-batch whose tokens attend only to their own document. PlainAttention has no such method.
     """
 
-    labels_ahead = 1  # labels per token: 1 is the next token, n are the next n tokens
-    # positions of all tokens on this rank -> positions of x's tokens
+    labels_ahead = 1  # labels per token: the next n tokens, here n = 1
+    # positions of the tokens of q, k, v on this rank -> positions of the tokens of x
     select_tp_tokens = staticmethod(identity)
 
     def __init__(self, cfg: ModelConfig, attention: Callable = plain_attention):
@@ -380,7 +387,7 @@ class LLaMA(nn.Module):
         positions: Tensor,
         documents=None,
     ) -> Tensor:
-        """Run the layers with these numbers on x (B, T, C); return the last layer's output.
+        """Run some layers, given by their indices, on x (B, T, C); return the last one's output.
 
         layer_runner(model, positions, attention) returns run_layer(i, x) -> y: see `run_blocks`.
         """
@@ -459,7 +466,7 @@ def divisors(count: int) -> list[int]:
 
 
 # A rotary scaling is a dictionary {"rope_type": kind, key: value, ...}, as in Hugging Face's files.
-ROPE_KEYS = {  # kind: the keys that its frequencies need
+ROPE_KEYS = {  # by kind, the keys that rope_frequencies needs
     "linear": ("factor",),
     "llama3": ("factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor"),
     "yarn": ("factor", "original_max_position_embeddings"),
@@ -493,7 +500,8 @@ def param_count(cfg: ModelConfig) -> int:
 
 @functools.cache
 def _param_count(cfg: ModelConfig, model_class: type, block_class: type) -> int:
-    # block_class is only a part of the cache's key: a fork's Block has other parameters
+    # block_class is not used, but it is a part of the cache's key: tests and forks replace
+    # model.Block, and another Block has another number of parameters
     with torch.device("meta"):
         return sum(p.numel() for p in model_class(cfg).parameters())
 
@@ -504,13 +512,15 @@ def flops_per_token(
     """Return model FLOPs per token, forward and backward: (causal, full).
 
     A parameter costs one multiply-add in forward and two in backward: 6 P FLOPs. The embedding is
-    counted although it is a look-up, as the field does. Attention multiplies each query with s keys
-    and the scores with s values: 4 s H D per layer, and three times that with the backward. So
-    "full" is 12 L H D s, the convention of AMSP and Megatron. Causality halves the pairs, so
-    "causal" is 6 L H D s (Memo, 5.1). Recomputation is never counted.
+    counted although it is a look-up, as is usual. For a sequence of s = `seq` tokens, attention
+    multiplies each query with s keys and the scores with s values: 4 s H D per layer, and three
+    times that with the backward. So "full" adds 12 L H D s, the convention of AMSP and Megatron. A
+    causal mask halves the pairs, so "causal" adds 6 L H D s (Memo, 5.1). Recomputation is never
+    counted.
 
-    keys_seen takes the place of s if sequences consist of documents. It is the mean over tokens of
-    2k - 1, where k is how many keys a token attends to. Without documents this mean is s.
+    keys_seen replaces s if sequences consist of documents. If token number i of a document attends
+    to i keys, keys_seen is the mean of 2i - 1 over all tokens. For one document of s tokens this
+    mean is s.
     """
     products = 6.0 * param_count(cfg)
     attention = 6.0 * cfg.layers * cfg.heads * cfg.head_dim * (keys_seen or seq)
@@ -523,10 +533,11 @@ def flops_per_token(
 def rope_frequencies(cfg: ModelConfig, device=None) -> tuple[Tensor, float]:
     """Return the D/2 rotary frequencies in radians per position, and the factor on cos and sin.
 
-    The scalings serve sequences longer than the trained length. "linear" divides all frequencies,
-    "llama3" only the low ones. "yarn" (arXiv 2309.00071) keeps the high ones, divides the low ones
-    and blends in between; its temperature is the factor on cos and sin, else 1. Frequencies are
-    float64, and computed on the device, so that nothing waits for a copy.
+    A scaling serves sequences longer than the trained length. "linear" divides all frequencies by
+    its factor. "llama3" and "yarn" (arXiv 2309.00071) keep the high ones, divide the low ones, and
+    blend the two in between. Only "yarn" has a factor on cos and sin other than 1.
+
+    Frequencies are float64. They are computed on the device, so that nothing waits for a copy.
     """
     theta = cfg.rope_theta
     half = cfg.head_dim // 2
@@ -550,7 +561,7 @@ def rope_frequencies(cfg: ModelConfig, device=None) -> tuple[Tensor, float]:
         return freq * scale, 1.0
 
     def pair_with_turns(turns):
-        """Return the (fractional) pair that makes so many turns within the trained length."""
+        """Return the number of the pair, a fraction, that turns so often in the trained length."""
         return half * math.log(trained / (turns * 2 * math.pi)) / math.log(theta)
 
     # yarn: pairs before `first` keep their frequency, pairs after `last` have it divided
@@ -560,16 +571,18 @@ def rope_frequencies(cfg: ModelConfig, device=None) -> tuple[Tensor, float]:
     if width == 0:
         width = 1e-3
     divide = ((pairs - first) / width).clamp(0, 1)  # 0: as it was, 1: divided
-    temperature = scaling.get("attention_factor")
-    if not temperature:
-        temperature = 0.1 * math.log(max(scaling["factor"], 1)) + 1
-    return freq * (1 - divide) + divided * divide, temperature
+    # the paper's sqrt(1/t). It multiplies q and k, so the scores are divided by the temperature t
+    attention_factor = scaling.get("attention_factor")
+    if not attention_factor:
+        attention_factor = 0.1 * math.log(max(scaling["factor"], 1)) + 1
+    return freq * (1 - divide) + divided * divide, attention_factor
 
 
 def rope_tables(cfg: ModelConfig, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Return cos and sin (..., D/2) of the angles at integer positions, (T,) or (B, T).
 
-    Angles are computed in float64: near position 2^20, float32 numbers lie 1/16 apart.
+    Angles are computed in float64: between positions 2^19 and 2^20, float32 angles would be
+    multiples of 1/16 radian.
     """
     freq, factor = rope_frequencies(cfg, positions.device)
     angle = positions.double().unsqueeze(-1) * freq
@@ -586,14 +599,14 @@ def initial_weight(
 ) -> Tensor:
     """Return one fresh weight in float32: normal(mean, std), or the constant mean if std is 0.
 
-    mean_std: of LLaMA.weight_init. On one kind of device the weight depends only on the arguments,
-    so ranks may make weights in any order.
+    mean_std: from LLaMA.weight_init. On one kind of device the weight depends only on the
+    arguments, so ranks may make weights in any order.
     """
     mean, std = mean_std
     if std == 0:
         return torch.full(shape, mean, device=device)
-    # A CPU's generator uses 32 bits of its seed. crc32 gives different values for the same name if
-    # the seeds differ
+    # one seed per weight. A CPU's generator uses only 32 bits of a seed, so crc32 loses nothing;
+    # and for one name, two different seeds of 32 bits give two different values
     seed_of_name = zlib.crc32(name.encode(), seed)
     rng = torch.Generator(device).manual_seed(seed_of_name)
     return torch.empty(shape, device=device).normal_(mean, std, generator=rng)

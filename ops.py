@@ -6,16 +6,17 @@ and y in one tensor, side by side.
 
 model.Block uses these operators. They work on each token separately; only attention (attention.py)
 mixes tokens. Each has a forward and a backward written by hand, for one reason: to choose what
-autograd saves. Of a layer it saves only Memo's skeletal activations, and one number per token and
-norm, 1 / rms(x):
+autograd saves. Of a layer autograd saves only Memo's skeletal activations
 
     x, q, k, v, o, h, gate|up       h is the residual stream after attention
 
-Backward computes everything else again. Norms and SwiGLU, for example, are computed again by the
-kernel that computes their gradients. In bf16 the skeletal activations of a 7B layer take 2 (6 C +
-2 F) bytes per token, or 91 KiB (C = 4096, F = 11008).
+and a few numbers per token: 1 / rms(x) of each norm, and attention's log-sum-exp. Backward computes
+everything else again. Norms and SwiGLU, for example, are computed again by the kernel that computes
+their gradients. In bf16 the skeletal activations of a 7B layer take 2 (6 C + 2 F) bytes per token,
+or 91 KiB (C = 4096, F = 11008, K = H).
 
-All matrices go through one function, project(matrix, prologue, *inputs) = prologue(*inputs) W^T. A
+All matrices of a layer go through one function, project(matrix, prologue, *inputs) =
+prologue(*inputs) W^T. (The two matrices outside the layers have `embedding` and `head_loss`.) A
 Prologue computes the left factor of the product, and backward computes it again:
 
     call                                  saved for backward         computed again in backward
@@ -23,20 +24,21 @@ Prologue computes the left factor of the product, and backward computes it again
     project(out, IDENTITY, o)             o                          nothing
     project(down, SWIGLU, gate_up)        gate|up only               a = silu(gate) * up
 
-Nor does autograd save the weight W. Each use of a matrix raises an event, and shard.py answers with
-W. So W may lie in a buffer that other layers refill between forward and backward:
+Autograd does not save the weight W either. Instead, each use of a matrix calls a method of
+matrix.events, from which shard.py returns W. So W may lie in a buffer that other layers refill
+between forward and backward:
 
     matrix.events.unshard(matrix, backward) -> W        before each use, in forward and in backward
     matrix.events.add_grad(matrix, compute)             for each contribution to dW
 
-On a GPU, `compiled` turns element-wise operators into one kernel each; a CPU runs them as they are
-written. If several contributions to a gradient are added up, the sum is kept in float32
-(`weight_grad_into`).
+On a GPU, `compiled` fuses the element-wise operations and row sums of a norm or of SwiGLU into one
+kernel; a CPU runs them as they are written. If several contributions to a gradient are added up,
+the sum is kept in float32 (`weight_grad_into`).
 
-offload.py runs these operators by hand, inside a backward pass. Two contexts tell them so:
-`recomputation` (a forward pass runs again) and `deferred_weight_grads` (dW is computed later, when
-its products hide communication). `run_detached` gives a chunk of tokens an autograd graph of its
-own.
+offload.py calls these operators itself, inside a backward pass. Two context managers change what
+they do there: `recomputation` (a forward pass runs again) and `deferred_weight_grads` (dW is
+computed later, when its products hide communication). `run_detached` gives a chunk of tokens an
+autograd graph of its own.
 """
 
 import contextlib
@@ -91,9 +93,9 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
 def copy_heads(source: Tensor, into: Tensor) -> None:
     """Copy heads (..., D), 16 bytes at a time if possible.
 
-    PyTorch copies a strided tensor element by element, and a complex128 element has 16 bytes. The
-    view needs heads that are contiguous, and whose size is a multiple of 16 bytes. (PyTorch raises
-    an error if such heads do not also start at multiples of 16 bytes.)
+    PyTorch copies a strided tensor element by element. A complex128 element has 16 bytes, so both
+    tensors are viewed as complex128 if each head is contiguous and its size is a multiple of 16
+    bytes. Heads must then also start at multiples of 16 bytes; otherwise PyTorch raises an error.
     """
     if source.shape[-1] * source.itemsize % 16 == 0 and source.stride(-1) == 1:
         source = source.view(torch.complex128)
@@ -118,13 +120,14 @@ def norm_backward(dn, x, weight, inv_rms):
         du = dn * weight                            dweight = sum over tokens of dn * u
         dx = (du - u * mean(du * u)) / rms(x)       the means are over C
 
-    Because 1 / rms(x) (..., 1) is saved, no sum must be complete before this pass begins. So it is
-    one kernel, if there are at least 2 C tokens.
+    Because 1 / rms(x) (..., 1) is saved, this function need not compute it first, in another pass
+    over x. So it is one kernel, if there are at least 2 C tokens.
     """
     unit = x * inv_rms
     dn = dn.to(unit.dtype)
     dunit = dn * weight
-    along_unit = (dunit * unit).mean(-1, keepdim=True)  # drops out: a longer x has the same norm(x)
+    # the part of du along u drops out, because a change of x along x itself does not change norm(x)
+    along_unit = (dunit * unit).mean(-1, keepdim=True)
     dx = inv_rms * (dunit - unit * along_unit)
     token_dims = tuple(range(x.dim() - 1))
     dweight = (dn * unit).sum(token_dims)
@@ -143,7 +146,7 @@ class Positions(NamedTuple):
     cos: Tensor  # of the rotary angles of q and k: (T, D/2) or (B, T, D/2)
     sin: Tensor
     qkv_positions: Tensor  # integers, for the tokens of q, k, v and o: (T,) or (B, T)
-    # integers, for the tokens of x. They are a part of the tokens above if --tp-mode is msp or fsp
+    # integers, for the tokens of x. With --tp-mode msp or fsp, x has only a part of the tokens of q
     x_positions: Tensor
 
 
@@ -164,8 +167,8 @@ def rotate(x, cos, sin):
 def split_rotate_forward(qkv, cos, sin, heads):
     """Split qkv (B, T, H+2K, D) into q (B, T, H, D) and k, v (B, T, K, D), and rotate q and k.
 
-    v is copied too. As a view it would keep all of qkv alive, and a layer (H = K) would save 5 C
-    numbers per token instead of 3 C: q, k and q|k|v.
+    v is copied, too. A view of v would keep all of qkv alive. Then a layer (H = K) would save q, k
+    and q|k|v, 5 C numbers per token, instead of q, k and v, 3 C.
     """
     q, k, v = qkv.split(heads, dim=2)
     q = rotate(q, cos, sin)
@@ -242,8 +245,8 @@ def weight_grad_into(dy: Tensor, x: Tensor, out: Tensor | None, beta: int) -> Te
 
     This is the gradient of W (rows, cols) in y = x W^T: dy (N, rows), x (N, cols). beta=0 ignores
     what `out` holds; out=None returns a new tensor, in dy's dtype. `out` has dy's dtype or a wider
-    one. Several contributions add up in float32. This costs no more than bf16, since tensor cores
-    accumulate in float32 anyway.
+    one: float32 if several contributions add up. The product then takes no longer than with a bf16
+    result, since tensor cores accumulate in float32 anyway.
     """
     if out is None:
         return dy.t() @ x
@@ -320,20 +323,20 @@ class TensorSlice:
 class Matrix(nn.Module):
     """A weight (rows, cols) of a projection. `events` tells shard.py about each use.
 
-    Use the weight only through `project`, or by calling the matrix. A gradient from any other use
-    stops the run with an error that names the matrix.
+    Use the weight only through `project`, `embedding` or `head_loss`, or by calling the matrix. A
+    gradient from any other use stops the run with an error that names the matrix.
 
     cut: how tensor-parallel ranks may share the matrix (tensor.py):
         "rows"      by rows, each of `parts` by itself (q, k and v, say)
         "columns"   by columns, evenly: the input must not be a concatenation such as q|k|v
         "whole"     not at all: each rank applies the whole matrix to its own tokens
         ""          not said: --tp refuses the matrix
-    tensor.py then sets `tp_slice`, and `tp_input`, `tp_output` and `tp_prologue`, which exchange
-    tokens between the ranks that share the matrix.
+    If the ranks do share it, tensor.py sets `tp_slice`, and `tp_input` and `tp_prologue` (rows) or
+    `tp_output` (columns), which exchange tokens between these ranks.
 
-    A fresh weight is normal(0, std). std is 1 / sqrt(cols) by default, so that a product is as
-    large as its input. residual=True says that the product is added to the residual stream. Then
-    std is smaller by sqrt(2L), since each of L layers adds two products.
+    A fresh weight is normal(0, std). std is 1 / sqrt(cols) by default, so that the elements of y
+    are about as large as those of x. residual=True says that the product is added to the residual
+    stream. Then std is divided by sqrt(2L), since each of L layers adds two products.
     """
 
     events = PlainEvents()
@@ -442,7 +445,8 @@ class _Project(Function):
         if is_unread:  # backward needs the inputs, but nobody needs the product
             ctx.save_for_backward(*inputs)
             x = inputs[0]
-            # NaN, so that a block that reads the product all the same does not train
+            # NaN (..., rows) instead of the product. If a block does read it, its gradients become
+            # NaN, which is noticed; a wrong number would not be
             return x.new_full((), math.nan).expand(*x.shape[:-1], matrix.shape[0])
         a, *extras = prologue.forward(*inputs)
         ctx.has_extras = bool(extras)
@@ -466,7 +470,8 @@ def project(matrix: Matrix, prologue: Prologue, x: Tensor, *inputs: Tensor) -> T
     x = matrix.tp_input(x)
     prologue = matrix.tp_prologue(prologue)
     y = _Project.apply(matrix, prologue, is_unread, matrix.weight, x, *inputs)
-    return matrix.tp_output(y, is_unread)  # ranks exchange an unread product's gradient only
+    # if the product is unread, tp_output exchanges nothing in forward, and the gradient in backward
+    return matrix.tp_output(y, is_unread)
 
 
 def add_weight_grad(matrix: Matrix, dy: Tensor, x: Tensor) -> Tensor | None:
@@ -477,14 +482,15 @@ def add_weight_grad(matrix: Matrix, dy: Tensor, x: Tensor) -> Tensor | None:
     Returns what autograd adds to matrix.weight.grad: dW, or None if dW goes elsewhere.
     """
     dy = dy.reshape(-1, dy.shape[-1])  # (N, rows)
-    x = x.detach().reshape(-1, x.shape[-1])  # (N, cols), without the graph that it was saved from
+    x = x.detach().reshape(-1, x.shape[-1])  # (N, cols); x may be a saved tensor, which has a graph
 
     compute = functools.partial(weight_grad_into, dy, x)  # takes out and beta
     add_grad = functools.partial(matrix.events.add_grad, matrix, compute)
 
     def add_grad_later():
         grad = add_grad()
-        if grad is not None and matrix.weight.requires_grad:  # autograd got None, and has gone on
+        # autograd has received None in place of dW, so dW is added to weight.grad here
+        if grad is not None and matrix.weight.requires_grad:
             old = matrix.weight.grad
             matrix.weight.grad = grad if old is None else old + grad
 
@@ -512,8 +518,9 @@ _mode = _Mode()
 def recomputation(unread_product: nn.Module | None):
     """Run a forward pass again inside this context, to get gradients of its inputs and weights.
 
-    unread_product: the matrix whose product nobody reads (see `unread_product`). Its product is not
-    computed. None, or a module that is no matrix of the block: all products are computed.
+    unread_product: the matrix whose product nobody reads, as the function `unread_product` returns
+    it. Its product is not computed. If it is None, or no matrix of this block, all products are
+    computed.
     """
     outer = _mode.recomputing, _mode.unread_product
     _mode.recomputing = True
@@ -543,11 +550,11 @@ def unread_product(y: Tensor) -> Matrix | None:
 
         1. y is a sum                             other operators may read their inputs in backward
         2. its second term is a product           of `project`, without an operator in between
-        3. the product has no prologue extras     1 / rms, say, which only the forward computes
+        3. the product's Prologue has no extras   they (1 / rms, say) come from its skipped forward
         4. h does not depend on the product       otherwise another operator reads it, too
 
-    If one of the four does not hold, the answer is None, and recomputation computes everything. A
-    read that autograd does not record, of product.detach() say, is not noticed here; it finds NaN.
+    If one of the four does not hold, this returns None, and recomputation computes everything. A
+    read that autograd does not record, such as product.detach(), is not noticed here. It reads NaN.
     """
     last = y.grad_fn
     if last.name() != "AddBackward0":
@@ -596,7 +603,8 @@ def deferred_weight_grads(on: bool):
 class CustomGradient(Function):
     """y = forward_fn(x), and dx = backward_fn(dy). Both functions are the caller's.
 
-    root: any tensor that requires a gradient, if x does not: then autograd calls backward_fn.
+    root: any tensor that requires a gradient. Pass it if x may require none; without it, autograd
+    would then not call backward_fn.
     """
 
     @staticmethod
@@ -764,10 +772,11 @@ def head_loss(
 
 
 class _ChunkInputs(Function):
-    """Start a graph of its own: return the inputs, cut off from the graph that made them.
+    """Return the inputs as the first tensors of a new autograd graph: backward ends here, and does
+    not go on into the graph that made them.
 
-    The list `grads` receives their gradients. root: any tensor that requires a gradient, so that
-    autograd records the graph.
+    The list `grads` receives the inputs' gradients. root: any tensor that requires a gradient, so
+    that autograd records the graph.
     """
 
     @staticmethod
@@ -788,9 +797,11 @@ def run_detached(root: Tensor, fn: Callable, *inputs: Tensor) -> tuple[Callable,
     offload.py runs block.pre and block.post of a chunk of tokens this way, pipeline.py a stage of a
     micro-batch. The graph ends at the inputs, and the outputs (detached) do not belong to it.
 
-    backward(output_grads) returns the inputs' gradients. Weights' gradients go to their events.
-    backward holds the graph, and so what autograd saves, which may be an input. Inside
-    SavedLayer.saving (offload.py), the saved tensors are held there instead.
+    backward(output_grads) returns the inputs' gradients. A Matrix's gradient goes to its events, a
+    Vector's to weight.grad.
+
+    As long as the function `backward` lives, it keeps the tensors that autograd saved, and these
+    may include the inputs. Inside SavedLayer.saving (offload.py), the SavedLayer keeps them.
     """
     grads = []
     with torch.enable_grad():

@@ -1,8 +1,8 @@
-"""Optimizers, the optimizer states on the host, and the update of the elements that a rank owns.
+"""Optimizers, and their states in GPU memory or in host memory.
 
 An optimizer is a function and a list of its states. AdamW here is a dozen lines. A rank updates
-only its own 1/os of the elements of each matrix (AMSP, section IV), and shard.States then
-broadcasts the updated parameters.
+only the elements that it owns: 1/os of each matrix, or with --os-layout inter all or nothing of a
+p-shard (AMSP, section IV; shard.py). Then shard.States broadcasts the updated parameters.
 
 To add an optimizer, write a function like `adamw` and a row of OPTIMIZERS. Its states are then
 sharded, saved, resumed, moved to the host and counted by the planner, as AdamW's are.
@@ -21,7 +21,7 @@ states in float32:
 
     gpu     12P/os bytes of GPU memory per rank
     host    12P/os bytes of page-locked host memory per rank; the update streams them through the
-            GPU in pieces, under the next forward (HostStates)
+            GPU in pieces, while the next forward runs (HostStates)
 
 Left out: learning rates per parameter.
 """
@@ -66,12 +66,13 @@ class Update(NamedTuple):
     """The argument of an optimizer's function, which writes `weight` and `states` in place.
 
     The tensors are a range of the flat matrix, (n,). If Optimizer.whole, they are the whole matrix,
-    (rows, cols).
+    (rows, cols). shard.States also updates all vectors by one Update, whose name is "vectors"; only
+    `adamw` gets it.
     """
 
     name: str  # of the parameter, as in a checkpoint
-    # index of the first element in the flat matrix; with tensor parallelism, in this rank's slice
-    # of it. The last elements of a range may be padding after the end of the matrix
+    # index in the flat matrix of the range's first element; with tensor parallelism, index in the
+    # flat slice that this rank has. The range may end in padding, after the end of the matrix
     start: int
     weight: Tensor  # in the compute dtype
     grad: Tensor  # in the compute dtype or wider
@@ -98,8 +99,8 @@ def make_scalars(device: torch.device, dtype: torch.dtype) -> Scalars:
 def set_scalars(
     scalars: Scalars, lr: float | Tensor, max_norm: float, norm: Tensor, loss: Tensor | float
 ) -> Tensor:
-    """Set the numbers of a step. norm: the global gradient norm, which is clipped to max_norm; 0
-    switches clipping off. Returns whether the norm and the loss are finite."""
+    """Set the numbers of a step. norm: the global gradient norm before clipping. max_norm: what
+    clipping reduces it to; 0 switches clipping off. Returns whether norm and loss are finite."""
     finite = (norm + loss).isfinite()
     scalars.finite.copy_(finite)
     scalars.step.add_(finite)
@@ -112,8 +113,8 @@ def set_scalars(
 
 
 def global_norm(grads: list[Tensor], dtype: torch.dtype) -> Tensor:
-    """Return the norm of the gradients of all ranks together. Each rank passes other elements. A
-    collective of all ranks."""
+    """Return the norm of all gradients. Each rank passes some of them, and no element is passed by
+    two ranks. A collective of all ranks."""
     norms = torch._foreach_norm(grads, dtype=dtype)
     squares = torch.stack(norms).square().sum()
     dist.all_reduce(squares)
@@ -125,8 +126,8 @@ def global_norm(grads: list[Tensor], dtype: torch.dtype) -> Tensor:
 
 @dataclass(frozen=True)
 class State:
-    """One tensor that an optimizer keeps per matrix. A rank has as many of its elements as it owns
-    of the matrix."""
+    """One tensor that an optimizer keeps per matrix, such as a moment. A rank has only the elements
+    that belong to the elements of the matrix that it owns."""
 
     name: str
     dtype: torch.dtype | None = None  # None: float32, or the compute dtype if that is wider
@@ -136,17 +137,18 @@ class State:
 class Optimizer:
     """A function and its states.
 
-    update(u: Update) writes u.weight and u.states in place. It must keep three rules, which
-    check_optimizer tries out:
+    update(u: Update) writes u.weight and u.states in place. It must keep three rules. Of the first
+    one check_optimizer tests only the name; it tests the other two on an example.
 
-        One state is named "master": the weight itself, in float32 or wider. The other states start
-        at 0.
-        If u.finite is false, nothing changes. Select by torch.where, as `adamw` does, because
-        infinity times 0 is not 0.
-        The update of a range of a matrix does not depend on the rest of it; otherwise whole=True.
+        1. One state is named "master". It is the weight itself, in float32 or wider. The other
+           states start at 0.
+        2. If u.finite is false, nothing changes. Select by torch.where, as `adamw` does, because
+           infinity times 0 is not 0.
+        3. The update of a range of a matrix does not depend on the rest of the matrix. If it does,
+           set whole=True.
 
-    It updates every Matrix: the embedding, the head, and the matrices of a layer, of which q|k|v is
-    one and gate|up is one. Vectors (norms and biases) are always updated by AdamW.
+    It updates every Matrix: the embedding, the head, and the matrices of a layer. There q, k and v
+    are one Matrix, and so are gate and up. Vectors (norms and biases) are always updated by AdamW.
     """
 
     update: Callable[[Update], None]
@@ -154,7 +156,8 @@ class Optimizer:
     whole: bool = False  # it needs whole matrices: --os-layout inter --p 1 --tp 1
 
     def dtypes(self, accum_dtype: torch.dtype) -> dict[str, torch.dtype]:
-        """Return the dtype of each state by name. States that name no dtype have accum_dtype."""
+        """Return the dtype of each state by name. accum_dtype: of states that name no dtype; it is
+        float32, or the compute dtype if that is wider."""
         return {state.name: state.dtype or accum_dtype for state in self.states}
 
     def bytes_per_parameter(self, accum_dtype: torch.dtype) -> int:
@@ -162,7 +165,8 @@ class Optimizer:
 
 
 def adamw(u: Update) -> None:
-    """Update flat tensors by AdamW. It reads 14 bytes per bf16 parameter, and writes 14."""
+    """Update tensors by AdamW. Per parameter it reads 14 bytes (a bf16 gradient, three float32
+    states) and writes 14 (a bf16 weight, the states)."""
     master, m, v = (u.states[state.name] for state in ADAMW.states)
     fused_adamw(
         u.weight,
@@ -205,16 +209,19 @@ def fused_adamw(
 
 
 ADAMW = Optimizer(adamw, (State("master"), State("exp_avg"), State("exp_avg_sq")))
-OPTIMIZERS = {"adamw": ADAMW}  # of matrices, by the name that a plan gives
+OPTIMIZERS = {"adamw": ADAMW}  # of matrices, by the name in a plan (planner.py)
 
 
 def check_optimizer(name: str, optimizer: Optimizer) -> None:
-    """Raise ValueError if an optimizer breaks a rule, because it would train wrong without an
-    error: if no state is the master weight; if a step that is not finite changes the weight or a
-    state; or if updating a matrix in two halves differs from updating the whole (a rank updates
-    only the part that it owns).
+    """Raise ValueError if an optimizer breaks one of these rules. Without this check it would train
+    wrong without an error.
 
-    The update runs on 256 random numbers, in float64 on the CPU.
+        One state is named "master", and no two have the same name.
+        A step that is not finite changes neither the weight nor a state.
+        Updating a matrix in two halves gives the same as updating it at once, unless
+        optimizer.whole. A rank relies on this, because it updates only the part that it owns.
+
+    The update runs on a matrix of 256 random elements, in float64 on the CPU.
     """
     dtypes = optimizer.dtypes(torch.float64)
     if "master" not in dtypes or len(dtypes) < len(optimizer.states):
@@ -234,7 +241,7 @@ def check_optimizer(name: str, optimizer: Optimizer) -> None:
         after = {key: value.clone() for key, value in before.items()}
         scalars = make_scalars(torch.device("cpu"), torch.float64)
         norm = torch.tensor(2.0 if finite else math.inf, dtype=torch.float64)
-        for _ in range(2):  # t = 2: at t = 1 bias-corrected m and v carry the same information
+        for _ in range(2):  # t = 2: the random states stand for those after an earlier update
             set_scalars(scalars, 0.01, 1.0, norm, 0.0)
         grad = random_grad if finite else torch.full_like(random_grad, math.inf)
         for elements in ranges:
@@ -275,9 +282,9 @@ def check_optimizer(name: str, optimizer: Optimizer) -> None:
 
 # ---------------------------------------------------------------------------- where states are
 
-# If states are on the host, a matrix is updated in pieces ...
-PIECE_ELEMENTS = 2**25  # ... of at most this many elements
-PIECE_BUFFERS = 3  # ... through this many GPU buffers, which take turns
+# If states are on the host, the update of a matrix runs in pieces
+PIECE_ELEMENTS = 2**25  # the largest number of elements in a piece, unless Optimizer.whole
+PIECE_BUFFERS = 3  # GPU buffers for the states of a piece; the pieces use them in turn
 
 
 def allocate_states(
@@ -330,26 +337,28 @@ def allocate_states(
 class HostStates:
     """Streams optimizer states from page-locked host memory through the GPU, for their update.
 
-    Each matrix goes in pieces, through three buffers A, B and C that take turns. While one buffer
-    is filled and another one is copied back, the third one waits for its update, whose kernels have
-    to find room between those of the next forward:
+    Each matrix goes in pieces, and the pieces use three buffers A, B and C in turn. There are three
+    because an update takes long: its kernels share the GPU with those of the next forward. While
+    one buffer is being updated, the next one is filled, and the one before is copied back:
 
         stream_in      piece 0 -> A  piece 1 -> B  piece 2 -> C      piece 3 -> A
         host_update                 |0|           |1|              |2|
         stream_out                      A -> piece 0  B -> piece 1     C -> piece 2
 
-    The first buffers are filled under the backward, because the states do not depend on it.
+    The copies into the first three buffers do not wait for compute, because the states do not
+    depend on the gradients. So they may run while the GPU still runs the backward.
     """
 
     piece_elements: int  # the largest number of elements in a piece
-    buffers: Iterator[Buffer]  # without end; a buffer has one tensor (piece_elements,) per state
+    # the buffers in turn, without end; each has one tensor (piece_elements,) per state
+    buffers: Iterator[Buffer]
     stream_in: CommStream
     stream_out: CommStream
 
     def begin(self) -> None:
         """Begin an update: its copies from the host must see what the last update wrote there."""
         with self.stream_in.beside_compute():
-            # waits for the last copies to the host; hidden by the step between
+            # waits for the last update's copies to the host; hidden by the passes since then
             wait(self.stream_out.record_event())
 
     def stream_through(
@@ -364,13 +373,15 @@ class HostStates:
             buffer = next(self.buffers)
             on_gpu = [tensor[: piece.stop - piece.start] for tensor in buffer.data]
             with self.stream_in.beside_compute():
-                # waits until the buffer's last piece is on the host; hidden by the pieces between
+                # waits until the buffer's last piece is back on the host; hidden by the updates of
+                # the two pieces since then
                 wait(buffer.event)
                 torch._foreach_copy_(on_gpu, on_host, non_blocking=True)
             # waits for this piece's states; hidden by the forward, under which host_update runs
             wait(self.stream_in.record_event())
             yield piece, dict(zip(states, on_gpu))
-            with self.stream_out.after_compute():  # hidden by the next piece's copy from the host
+            # this copy starts after the update; it is hidden by the next piece's copy from the host
+            with self.stream_out.after_compute():
                 torch._foreach_copy_(on_host, on_gpu, non_blocking=True)
                 self.stream_out.done_reading(*on_gpu)
             buffer.event = self.stream_out.record_event()

@@ -4,7 +4,7 @@ AMSP (arXiv 2311.00257) calls these three the model states. A sharding factor sa
 shards one of them is split. On R ranks, the factors p (parameters), g (gradients) and os (optimizer
 states) are legal if
 
-    p | g | os | R, and g equals p or os
+    p | g | os | R, and g equals p or os        a | b: a divides b
 
 A model with P parameters in bf16, and AdamW's states in float32, takes per rank (section IV):
 
@@ -25,13 +25,13 @@ are the halves of a.
     cross os       {0,4} {1,5} {2,6} {3,7}    the same optimizer states
     replicate      {0,2,4,6} {1,3,5,7}        the same p-shard, on all ranks
 
-Ranks are numbered node by node, and shards go to neighbours, so they fill a node before they cross
-it. This is layout "intra" (intra-tensor): a subgroup splits its p-shard evenly. In layout "inter"
-(inter-tensor), which AMSP uses, the p-shard of each matrix has one owner in the subgroup, and the
-owner updates all of it.
+Ranks are numbered node by node, and neighbouring ranks share shards. So shards fill one node before
+they use the next one. The example has layout "intra" (intra-tensor): a subgroup splits its p-shard
+evenly. In layout "inter" (inter-tensor), which AMSP uses, the p-shard of each matrix has one owner
+in the subgroup, and the owner updates all of it.
 
 Where does a gradient go? Take R = 8 ranks, os = 8, layout intra and two micro-batches. Rank 5 holds
-b, and updates b2, the third quarter of b. A matrix has S elements. For g there are two legal ways:
+b, and updates b2, the third quarter of b. A matrix has S elements. There are two legal values of g:
 
                      p = 2, g = 2, os = 8                  p = 2, g = 8, os = 8
     micro-batch 1    reduce-scatter {4,5}: S -> S/2        reduce-scatter {4,5}: S -> S/2
@@ -59,29 +59,32 @@ Each kind of communication has a CUDA stream of its own (streams.CommStream). Th
 function launches it, what computation hides it, and which function waits for it:
 
     stream           launched in          hidden under                   waited for in
-    param_gather     launch_param_gather  the layer before; in backward  unshard
-                                          of whole layers, the matrix
+    param_gather     launch_param_gather  the layer before; if backward  unshard
+                                          runs layers whole, the matrix
                                           before
-    grad_scatter     scatter_grad         the backward of the layers     add_grad (for the buffer),
-                                          that follow                    reduce_unit (its stream),
+    grad_scatter     scatter_grad         the backward of the layers     add_grad, before it fills
+                                          that follow                    the buffer again;
+                                                                         reduce_unit, on
+                                                                         grad_reduce;
                                                                          finish_gradients
     grad_reduce      reduce_unit          the same, in the last          finish_gradients
                                           micro-batch
     param_broadcast  broadcast_params     the update of the layers that  unshard (p = 1),
                                           follow, the next forward       launch_param_gather
-    host_update      update, if states    the next forward               broadcast_params (its
-                     are on the host                                     stream)
+    host_update      update, if states    the next forward               broadcast_params, on
+                     are on the host                                     param_broadcast
     stream_in, _out  HostStates           the updates of other pieces    HostStates
-                     .stream_through                                     .stream_through
+                     .stream_through      of the states                  .stream_through
 
-If a stream does not overlap (--overlap, or a CPU), it is the compute stream. Small weights (Vector:
-norms and biases) are not sharded. Their gradients, the gradient's norm and the loss are all-reduced
-without overlap, because they are small.
+A stream that does not overlap (--overlap leaves it out, or on a CPU) is the compute stream itself.
+Small weights (Vector: norms and biases) are not sharded. Their gradients, the gradient's norm and
+the loss are all-reduced without overlap, because they are small.
 
-A training step, as train.run_step runs it:
+Set-up, and then a training step as train.run_step runs it:
 
     states = States(model, device, torch.bfloat16, micro_batches=2, factors=Factors(2, 2, 8))
     states.load(weight)                      # weight(name) returns a whole tensor
+
     states.begin_step()
     for tokens, labels in micro_batches:     # each Matrix calls unshard and add_grad
         model(tokens, labels).backward()
@@ -166,8 +169,8 @@ def parse_strategy(text: str, ranks: int) -> Factors:
 
 @functools.cache
 def legal_sizes(ranks: int, per_node: int) -> list[int]:
-    """Return the legal numbers of shards: the divisors of `ranks` that divide the `per_node` ranks
-    of a node, or that fill whole nodes."""
+    """Return the legal numbers of shards: the divisors of `ranks` that divide `per_node`, the
+    number of ranks per node, or that are multiples of it."""
     return [n for n in divisors(ranks) if per_node % n == 0 or n % per_node == 0]
 
 
@@ -178,9 +181,10 @@ def illegal(f: Factors, ranks: int, per_node: int) -> str | None:
     To add a rule, add an `if` here: the planner, the error messages and legal_factors all use this
     function. Relaxing a rule takes more than deleting an `if`. To allow a g between p and os:
 
-        make_groups               split the subgroup in two groups: ranks that are os/g steps apart
-                                  in it, then os/g neighbours, so that what a rank owns stays where
-                                  broadcast_params gathers it
+        make_groups               two groups in place of the subgroup. Per micro-batch, ranks that
+                                  are os/g steps apart in the subgroup scatter (S/p,) -> (S/g,).
+                                  Once per step, os/g neighbours scatter (S/g,) -> (S/os,). In this
+                                  order a rank owns the slice that broadcast_params expects
         shard_matrix              the size of grad_shard, and of the part of it that a rank owns
         scatter_grad, reduce_unit, sum_replicas     the collectives of these groups
         costs.Plan.collectives                      what they cost
@@ -208,7 +212,7 @@ def legal_factors(ranks: int, per_node: int) -> list[Factors]:
 
 def check_factors(f: Factors, ranks: int) -> None:
     """Raise ValueError if the factors are illegal, with the broken rule and the nearest legal
-    factors. Nodes do not count here: all ranks are taken for one node."""
+    factors. It does not check the rule for nodes: it takes all ranks as one node."""
     if rule := illegal(f, ranks, ranks):
         nearest = min(
             legal_factors(ranks, ranks), key=lambda legal: math.dist(astuple(legal), astuple(f))
@@ -237,17 +241,17 @@ class ShardedParam:
     owned_start: int  # index of the first owned element in the flat matrix
 
     # parameters
-    param_shard: Tensor  # (S/p,): new parameters are complete at broadcast_done
-    # (S,): valid from its event until the layer after the next one is gathered into the same
-    # buffer. If p = 1, it is param_shard
+    param_shard: Tensor  # (S/p,): has the new parameters once `broadcast_done` is reached
+    # (S,): valid once its `event` is reached, until a parameter of the layer after the next one is
+    # gathered into the same buffer. If p = 1, it is param_shard
     unsharded_param: Buffer
 
     # gradients
-    # (S/g,), or as large as owned_param if g > p: the sum of the micro-batches so far. Complete
-    # after finish_gradients
+    # (S/g,); but as large as owned_grad in layout inter with g > p. The sum of the micro-batches so
+    # far; after finish_gradients, the sum of all ranks in owned_grad
     grad_shard: Tensor
-    # (S,): the gradient of one micro-batch, from its first token chunk until its event; or
-    # grad_shard itself, if grad_accumulates_in_place
+    # (S,): the gradient of one micro-batch, from its first token chunk until its `event` is
+    # reached; or grad_shard itself, if grad_accumulates_in_place
     unsharded_grad: Buffer
 
     # what this rank updates
@@ -255,7 +259,9 @@ class ShardedParam:
     # the other ranks
     owned_param: Tensor
     owned_grad: Tensor
-    replicas: dist.ProcessGroup | None  # the group of the last all-reduce; None: there is none
+    # the ranks with the same owned_grad (intra) or the same p-shard (inter), which all-reduce their
+    # gradients once per step; None: only this rank
+    replicas: dist.ProcessGroup | None
     num_chunks: int  # token chunks per backward pass: each adds one contribution to the gradient
     # optimizer states by name, each as large as owned_param, on the GPU or on the host
     states: dict[str, Tensor] = field(default_factory=dict)
@@ -322,8 +328,8 @@ class StatePart:
     tp_slice: TensorSlice | None = None
 
     def select(self, tensor: Tensor) -> Tensor:
-        """Return the view (count,) of this part's elements in the tensor in which `start` counts,
-        whatever that tensor's shape."""
+        """Return the view (count,) of this part's elements in a tensor: the full one, or the
+        tensor-parallel slice of it. The tensor need not be flat."""
         return tensor.reshape(-1)[self.start : self.start + len(self.values)]
 
 
@@ -349,8 +355,8 @@ def check_weights(model: nn.Module, stages: int = 1) -> None:
     """Raise ValueError for a weight that would not train, or that would train wrong.
 
     These are: a weight that belongs to no Matrix or Vector; a frozen weight; a buffer on the meta
-    device; a Matrix with two paths in the model; and, in a pipeline, such a Vector, whose paths may
-    be on two stages. stages: the number of pipeline stages into which the model will be split.
+    device; a Matrix with two paths in the model; and, in a pipeline, a Vector with two paths, which
+    may be on two stages. stages: the number of pipeline stages into which the model will be split.
     """
     paths: dict[nn.Module, list[str]] = {}
     for path, module in model.named_modules(remove_duplicate=False):
@@ -406,8 +412,8 @@ class States:
     would own parts. It raises ConfigError if a rank gets no host memory. A collective of all ranks.
     """
 
-    # on any device; "meta" costs nothing, since all parameters are replaced. Its matrices call
-    # unshard and add_grad from now on
+    # on any device. Use "meta", which takes no memory, because all parameters are replaced. From
+    # now on its matrices call unshard and add_grad of this object
     model: InitVar[nn.Module]
     device: torch.device
     dtype: torch.dtype  # the compute dtype: of parameters, and of gradients while they are sent
@@ -416,7 +422,8 @@ class States:
     layout: str = "intra"  # or "inter": the module's docstring has both
     groups: Groups = field(default_factory=Groups)
     overlap: InitVar[tuple[str, ...]] = STREAMS  # the streams that run concurrently with compute
-    gather_layers: bool = False  # layers run in chunks, or twice: gather whole layers in backward
+    # whether backward gathers whole layers: if layers run in token chunks, or are recomputed
+    gather_layers: bool = False
     num_chunks: int = 1  # token chunks of a layer; each contributes to the gradients in a pass
     decay: float = 0.1  # weight decay of matrices
     storage: InitVar[str] = "gpu"  # where optimizer states are; or "host" (optim.HostStates)
@@ -451,7 +458,8 @@ class States:
 
         self.current_pass = None  # (backward, unit) of the last unshard
         self.open_unit: Unit | None = None  # its backward pass has begun, and is not complete
-        self.on_phase: Callable[[str], None] = lambda phase: None  # called as a phase is enqueued
+        # called whenever the host begins to enqueue a phase
+        self.on_phase: Callable[[str], None] = lambda phase: None
         self.begin_step()
 
     # -- set-up: who holds what
@@ -461,8 +469,9 @@ class States:
         this rank would be alone in it. A collective of all ranks.
 
         Groups with the same name and the same ranks share a communicator, whose collectives run
-        one after the other. All groups for gradients may have one name, because a group that
-        scatters over p and a group that reduces after it have at most one rank in common.
+        one after the other. All groups for gradients may have the name "grad_reduce": the group
+        that scatters over p, and the groups that reduce its result, have at most one rank in
+        common. So they never share a communicator.
         """
         f = self.factors
         groups = self.groups
@@ -473,13 +482,13 @@ class States:
         self.grad_subgroup = groups.get("grad_reduce", lambda r: (r // f.os, r % f.p))
         self.param_subgroup = groups.get("param_broadcast", lambda r: (r // f.os, r % f.p))
 
-        # cross os (intra) or replicate (inter). A matrix that tensor parallelism slices has its
-        # replicas on ranks of the same slice. A matrix that it leaves whole (embedding, head, and
-        # cut="whole" in a layer) also has them on the other tensor-parallel ranks
-        n = f.os if self.layout == "intra" else f.p
-        self.slice_replicas = groups.get("grad_reduce", lambda r: r % n)
+        # replicas: cross os (intra) or replicate (inter). If tensor parallelism slices a matrix,
+        # its replicas are ranks with the same tp_rank, which have the same slice. If it does not
+        # (embedding, head, and cut="whole" in a layer), they are ranks with any tp_rank
+        period = f.os if self.layout == "intra" else f.p
+        self.slice_replicas = groups.get("grad_reduce", lambda r: r % period)
         self.whole_replicas = groups.by_position(
-            "grad_reduce", lambda stage, r, tp_rank: (stage, r % n)
+            "grad_reduce", lambda stage, r, tp_rank: (stage, r % period)
         )
 
     def make_params(self, model: nn.Module) -> None:
@@ -518,9 +527,9 @@ class States:
     def shared_buffer(
         self, kind: str, unit: Unit, path: str, size: int, dtype: torch.dtype
     ) -> Buffer:
-        """Return the buffer (size,) for a matrix, which every second layer shares: two buffers per
-        matrix of a layer, one for even layers and one for odd layers. Embedding and head have one
-        each. kind: "param" or "grad"."""
+        """Return the buffer (size,) for a matrix, at this path. The matrices of a layer have one
+        buffer each that all even layers share, and one that all odd layers share. Embedding and
+        head have one each. kind: "param" or "grad"."""
         parity = unit.index % 2
         path_in_unit = path.replace(f"{unit.name}.", "")
         key = kind, parity, path_in_unit, size, dtype
@@ -559,8 +568,8 @@ class States:
         else:
             unsharded_param = Buffer(param_shard)
 
-        # backward needs a buffer for the whole gradient if grad_shard is smaller than that; or if
-        # token chunks have to be summed in float32, and grad_shard is in bf16
+        # backward adds to grad_shard itself, unless grad_shard is smaller than the whole gradient,
+        # or is in bf16 although token chunks must be summed in float32
         chunks_need_wider = num_chunks > 1 and self.grad_dtype != self.accum_dtype
         if f.g > 1 or chunks_need_wider:
             dtype = self.accum_dtype if num_chunks > 1 else self.dtype
@@ -604,7 +613,7 @@ class States:
             if length <= 0:
                 continue  # this rank owns only padding, or another rank is the owner
 
-            # tensor-parallel ranks hold the same matrix if it is not sliced; the first rank counts
+            # all tensor-parallel ranks hold the same matrix if it is not sliced; one of them saves
             tp_slice = param.module.tp_slice
             is_first_copy = tp_slice is not None or groups.tp_rank == 0
             saved_here = i % num_replicas == replica and is_first_copy
@@ -709,8 +718,8 @@ class States:
             return GatherPlan(now=[param], ahead=unit.previous_params)
 
         # backward of whole layers: only the next matrix ahead, because a gather of more would delay
-        # the reduction of this one's gradient (AMSP, section V-C). `now` starts at the unit's last
-        # matrix, for a rank that skipped one
+        # the reduction of this one's gradient (AMSP, section V-C). `now` has all matrices from the
+        # unit's last one to this one: most are gathered already, but not one that a rank skipped
         i = unit.params.index(param)
         now = list(reversed(unit.params[i:]))
         if i > 0:
@@ -771,7 +780,7 @@ class States:
         """Complete a unit's backward pass although a matrix was not used: launch the gathers and
         reductions that are missing, because other ranks wait for them.
 
-        A rank that skips a matrix can still hang the others here:
+        Even so, a rank that skips a matrix can hang the other ranks in three cases. They wait
 
             on a CPU, where nothing overlaps: in a gather (p > 1, whole layers) or a reduction
             in the gathers of a layer whose input is recomputed
@@ -790,9 +799,9 @@ class States:
         self.scatter_unit(unit)
 
     def scatter_unit(self, unit: Unit) -> None:
-        """Launch the reductions of a unit's gradients, from the last param to the first, up to a
-        gradient that is not complete. So all ranks launch them in the same order, whatever each of
-        them uses."""
+        """Launch the reductions of a unit's gradients, from the last param to the first, and stop
+        at the first gradient that is not complete. So all ranks launch them in the same order, even
+        if their gradients become complete in different orders."""
         last_micro_batch = unit.passes_done == self.micro_batches - 1
         in_backward_order = unit.params[::-1]
         for param in in_backward_order[unit.next_to_scatter :]:
@@ -802,7 +811,7 @@ class States:
                 self.scatter_grad(param, last_micro_batch)
             unit.next_to_scatter += 1
 
-        # all gradients of this backward pass are launched
+        # the reductions of all of the unit's gradients in this backward pass are launched
         self.open_unit = None
         unit.next_to_scatter = 0
         unit.passes_done += 1
@@ -839,8 +848,9 @@ class States:
                 dist.all_reduce(grad, group=self.grad_subgroup)
                 accumulate(param.grad_shard, grad[:kept], first_micro_batch)
             else:
-                # inter, last micro-batch: all-reduce over all replicas. Each os group has summed
-                # the earlier micro-batches, on one rank, which adds them to this sum
+                # inter, last micro-batch: all-reduce over all replicas, in all os groups. In each
+                # os group the owner has the group's sum of the earlier micro-batches, and adds it
+                # to its own gradient first
                 if not first_micro_batch:
                     grad[:kept] += param.grad_shard
                 dist.all_reduce(grad, group=param.replicas)
@@ -852,14 +862,15 @@ class States:
         """Launch the sums of a unit's gradients that run once per step, after the last micro-batch.
 
         A gradient (S/g,) becomes (S/os,), the sum over all ranks. In layout inter with g = p it
-        stays (S/p,). The all-reduces of one group run in one launch. But gradients that are cast
-        run one by one, because the casts of a whole unit would take memory.
+        stays (S/p,). All-reduces in the same group run in one launch. The exception is gradients
+        that are cast before they are sent: they run one by one, because the cast copies of a whole
+        unit would take memory.
         """
         f = self.factors
         if f.g > f.p and self.layout == "inter":
             return  # scatter_grad has summed over all replicas
         if f.g == f.os and not any(param.replicas for param in unit.params):
-            return  # nobody else has a part of these sums
+            return  # no other rank has anything to add
 
         if self.grad_dtype != self.dtype:
             launches = [[param] for param in unit.params]
@@ -905,9 +916,10 @@ class States:
         """Sum the vectors' gradients over all ranks after the last backward of a step, and let
         compute wait for all reductions.
 
-        If a matrix was not used exactly once per pass on some rank, the gradients become NaN on all
-        ranks: NaN in the vectors' gradients spreads by their all-reduce. So update changes nothing,
-        and ranks need no extra communication to agree. check_uses names the matrix.
+        If a matrix was not used exactly once per pass on some rank, that rank sets the vectors'
+        gradients to NaN. Their all-reduce spreads the NaN to all ranks, so the global norm is NaN,
+        and update changes nothing. So ranks need no extra communication to agree. check_uses names
+        the matrix.
         """
         for unit in reversed(self.units):
             while unit.passes_done < self.micro_batches:  # some matrix was never used
@@ -945,11 +957,12 @@ class States:
         """Update all weights, and launch the broadcasts of the new parameters.
 
         The gradient's global norm is clipped to `clip`; 0 switches clipping off. Pass lr as a
-        tensor on the device if a CUDA graph must see each new value. Returns the norm, and whether
-        the norm and the loss are finite on all ranks, both on the device. If they are not finite,
-        no weight and no state changes.
+        tensor on the device if a CUDA graph must see each new value. loss: the sum over all ranks,
+        so that all ranks agree whether it is finite. Returns the norm, and whether the norm and the
+        loss are finite, both on the device. If they are not, no weight and no state changes.
         """
-        # weights may be overwritten: compute has waited, in unshard, for every gather and broadcast
+        # it is safe to overwrite param_shard, because no gather or broadcast still uses it: compute
+        # has waited for all of them in unshard
         norm = global_norm(self.norm_grads, self.accum_dtype)
         finite = set_scalars(self.scalars, lr, clip, norm, loss)
         self.update_vectors()
@@ -1017,7 +1030,7 @@ class States:
         for param in unit.params:
             param.unsharded_param.held_param = None  # the buffer has the old parameters
         if not (group or self.host_states):
-            return  # compute itself has updated all of param_shard
+            return  # the update ran on the compute stream, and it wrote all of param_shard
 
         on_gpu = self.device.type == "cuda"
         with stream.after_compute():  # the unit is updated
@@ -1040,9 +1053,12 @@ class States:
     # -- loading and saving
 
     def state_parts(self) -> dict[str, StatePart]:
-        """Return what a checkpoint holds of this rank, by f"{state}.{parameter name}", and the
-        number of updates. If the states are on the host, their values change with the next
-        update."""
+        """Return the parts of all states on this rank, for a checkpoint. The keys are
+        f"{state}.{parameter name}", and "updates" for the number of updates.
+
+        The values are views, into which the next update writes. If they are on the GPU, a copy that
+        is enqueued before this update has the old values. If they are on the host, the copy must be
+        complete before the update is enqueued."""
         if self.host_states:
             self.host_states.synchronize()
         return self.parts
@@ -1087,7 +1103,8 @@ class States:
         return full
 
     def bytes(self) -> dict[str, int]:
-        """Return the bytes of each kind of model state on this rank, without the vectors."""
+        """Return the bytes of each kind of model state on this rank, without the vectors and
+        without the buffers for unsharded parameters and gradients."""
         params = self.sharded_params.values()
         return {
             "parameters": sum(param.param_shard.nbytes for param in params),
