@@ -24,9 +24,9 @@ offset 0, and both a and c at offset 2 MB, because a and c are never alive toget
 6 MB.
 
 A wrong plan costs memory, but never gives a wrong number. If a step leaves the plan, say because it
-skips a request, later requests are matched to the plan again by their sizes. Two kinds of requests
-go to PyTorch's allocator, and are counted: those that match no request of the plan, and those whose
-planned addresses hold a live tensor.
+skips a request, later requests are matched to the plan again by their sizes. A request that matches
+none of the plan goes to PyTorch's allocator, and so does a request whose planned addresses hold a
+live tensor. Both are counted.
 
     memory = StepMemory("cuda")
     memory.run(step, *inputs)       # in place of step(*inputs)
