@@ -194,9 +194,7 @@ class StepMemory:
         # use. That must not happen during the capture, so the warm-up has to use the same stream
         self.stream = None
         self.runs = 0  # number of runs so far, with the current one
-        self.marks: list[
-            tuple[int, str]
-        ] = []  # of the recorded step: (time, name), see with_passes
+        self.marks: list[tuple[int, str]] = []  # of the recorded step, as with_passes takes them
         self.buffers: list[Lifetime] = []  # of the recorded step
         self.plan: AddressPlan | None = None
         self.plans = 0  # number of plans made so far
