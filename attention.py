@@ -14,6 +14,8 @@ Legend:  B sequences   T tokens per sequence   D head width   H query heads   K 
          sp = R * U    ranks that share a sequence: R ring ranks, each of U ranks that share heads
          G             groups of heads that a rank processes one after the other
          h             heads of one group on one rank (query heads, or key/value heads of k and v)
+         o, lse        attention's output, and each query's log-sum-exp of scores
+         dx            the gradient of the loss with respect to x, for example dq, dk, dv and do
 
 Sharing heads (InternEvo's ISP; DeepSpeed-Ulysses, arXiv 2309.14509). A rank holds T/sp tokens of
 all heads, but the kernel needs all tokens of a head. So an all-to-all among U neighbouring ranks
@@ -26,7 +28,7 @@ and 4 heads:
 
 Sharing context (Ring Attention, arXiv 2310.01889). Each ring rank keeps its queries, and receives
 the keys and values of the other ring ranks one after the other. The kernel runs on each block j of
-keys, and the results are merged:
+keys, and returns o_j and lse_j. These results are merged:
 
     o = sum_j exp(lse_j - lse) o_j,    lse = log sum_j exp(lse_j)
 
@@ -46,8 +48,8 @@ the kernel, and "tokens 0" the one after it:
                                             group's is exposed           the return
     ring: k, v              send_kv, shift  the ring's step before       the ring's step
 
-In backward block.post's backward computes do. It leaves some gradients of weights for later,
-because their computation can hide transfers:
+Backward first needs do, which the backward of block.post computes ("post" below). That leaves some
+gradients of weights for later ("weight grads"), because their computation can hide transfers:
 
     exchange   | q,k,v,o 0 | do 0         | heads 1  | tokens 0, heads 2 | tokens 1 | tokens 2    |
     compute    | post      | weight grads | kernel 0 | kernel 1          | kernel 2 | weight grad |
@@ -59,12 +61,13 @@ because their computation can hide transfers:
                                             group's: weight gradients
     dq, dk, dv to tokens    to_tokens       kernel g + 1; the last       the next to_tokens, and
                                             group's: a weight gradient   the return
-    ring: first k, v        send_kv         as q, k, v, o                the ring's first step
+    ring: first k, v        send_kv         the same as q, k, v, o       the ring's first step
     ring: next k, v         shift           the ring's step before       the ring's step
     ring: sums of dk, dv    shift           the ring's next step         adding that step's dk, dv
 
-If a layer runs whole, under autograd, do is complete before attention's backward begins. Then the
-first group's transfer to heads and the last group's to tokens are exposed in backward, too.
+If a layer does not run in chunks of tokens, autograd runs its backward. Then do is complete before
+attention's backward begins, and no gradients of weights are left for it. So the first group's
+transfers to heads and the last group's transfer to tokens are exposed in backward, too.
 
 Left out: dropout, documents on a ring, and two nested rings (Ulysses is used inside a node).
 """
@@ -121,11 +124,11 @@ class Mask:
     """Which keys a query attends to: all earlier tokens, or only the earlier tokens of the same
     document. It also tells a kernel which heads and which layer it computes.
 
-    A ring also calls kernels on rectangles: some queries that all attend to all of some keys of
-    another rank. For a rectangle `heads` and `layer` are None.
+    A ring also calls kernels on rectangles. In a rectangle each query attends to each key, and the
+    keys are of another rank. `heads` and `layer` are then None.
     """
 
-    causal: bool = True  # False: to every key. Then there may be more keys than queries, or fewer
+    causal: bool = True  # False: a rectangle. It may have more keys than queries, or fewer
     documents: Documents | None = None  # not None: the B sequences are one row of B*T tokens
     heads: range | None = None  # which query heads of the model these are
     layer: int | None = None  # which layer of the model this is
@@ -304,7 +307,7 @@ class Kernel:
 
     forward: Callable
     backward: Callable
-    capability: tuple[int, ...]  # CUDA major versions that it runs on; empty: on a CPU only
+    capability: tuple[int, ...]  # major compute capabilities of its GPUs; empty: on a CPU only
     module: str = ""  # the Python module that must be importable
     package: str = ""  # what to pip install for it
     documents: bool = False  # it obeys Mask.documents; each kernel must say so itself
@@ -323,7 +326,7 @@ KERNELS = {  # best first: "auto" takes the first one that can run
         documents=True,
         plain=True,
     ),
-    # no documents: cuDNN would build a graph per length of a document, and has none for length 1
+    # no documents: cuDNN would compile a graph per length of a document, and supports no length 1
     "cudnn": Kernel(_cudnn_forward, _cudnn_backward, (9, 10), plain=True),
     "flash": Kernel(
         _flash_forward, _flash_backward, (8, 9, 10, 11, 12), documents=True, plain=True
@@ -337,7 +340,7 @@ def why_not(
 ) -> str | None:
     """Return the reason why a kernel cannot run here, or None if it can.
 
-    documents: whether tokens attend inside documents only.
+    documents: whether a query attends to keys of its own document only.
     """
     kernel = KERNELS.get(name)
     if kernel is None:
@@ -384,9 +387,13 @@ def head_group_counts(heads: int, kv_heads: int, elements: int) -> list[int]:
     """Return the numbers of groups G into which a rank can divide its heads.
 
     Each group has whole key/value heads with all of their query heads, or some of the query heads
-    of one key/value head. A group has at most MAX_ELEMENTS elements.
+    of one key/value head. A group's q and k have at most MAX_ELEMENTS elements.
 
-    heads, kv_heads: H/U and K/U, of one rank. elements: of all groups' q (or k, if that is larger).
+    heads, kv_heads: H/U and K/U, the heads that a rank computes. elements: the number of elements
+    of the rank's q, or of its k if that is larger.
+
+    Example: 8 query heads and 2 key/value heads can make 1, 2, 4 or 8 groups. 2 groups have a
+    key/value head each, and of 4 groups two share a key/value head.
     """
     return [
         n
@@ -442,9 +449,9 @@ class Exchange:
     def allocate_buffers(self, shapes: list[tuple[int, ...]], like: Tensor) -> list[Tensor]:
         """Return tensors of these shapes to receive in. A collective if mapped memory has to grow.
 
-        With peer access, all calls return views of the same memory. So the next call's all-to-all
-        may only run when the buffers of the last call have been read: on this stream, or on one
-        that this stream waits for.
+        With peer access, all calls return views of the same memory. So before the next call's
+        all-to-all, the stream must have read the buffers of the last call, or must wait for the
+        stream that reads them.
         """
         if not self.peer_access:
             return [like.new_empty(shape) for shape in shapes]
@@ -467,7 +474,7 @@ class Exchange:
     def all_to_all(self, sent: list[Tensor], received: list[Tensor]) -> None:
         """Send part i of each tensor (U, ...) to rank i, which receives it as part `self.rank`.
 
-        received: a buffer of the same shape for each of them, from `allocate_buffers`.
+        received: one buffer per tensor, of the same shape, from `allocate_buffers`.
         """
         if self.handle is None:
             for send_buffer, recv_buffer in zip(sent, received):
@@ -489,7 +496,8 @@ def make_exchange(groups: Groups, ranks: int, stream: CommStream, per_node: int)
     """Return the exchange among this rank and its neighbours that share heads. A collective of all
     ranks.
 
-    ranks: U. per_node: ranks per node; 0 if unknown.
+    ranks: U. per_node: how many ranks of a node can share a sequence (with tensor parallelism, only
+    those with the same tp_rank); 0 if unknown.
     """
     group = groups.get("sequence", lambda r: r // ranks)
     one_node = per_node > 0 and per_node % ranks == 0
@@ -511,7 +519,8 @@ class Ulysses:
     Each group has the key/value heads that its query heads use. If a rank has fewer key/value heads
     than groups, consecutive groups share one. Its k and v then travel with the first of these
     groups, and the sum of its dk and dv travels back with the last one. So no all-to-all sends a
-    head twice. U divides K; if more ranks share a sequence, they form a ring.
+    head twice. Each rank needs a key/value head, so U divides K. If U is less than sp for this
+    reason or another one, a ring takes the other factor, R = sp/U.
 
     Memory: one group computes while the next one arrives. So each tensor has two slots to arrive
     in, and group g uses slot g % 2. (Groups that share k and v use the same slot for these.) All
@@ -519,7 +528,7 @@ class Ulysses:
     until compute has waited for the transfer. So PyTorch never gives this memory to another tensor
     too early.
 
-    If U = 1 nothing travels, and the methods only cut tensors into groups.
+    If U = 1, nothing travels, and the methods only cut tensors into groups.
     """
 
     def __init__(self, exchange: Exchange, num_groups: int, q: Tensor, k: Tensor, backward: bool):
@@ -608,8 +617,8 @@ class Ulysses:
     def to_tokens(self, g: int, results: list[Tensor], outputs: list[Tensor]) -> Transfer:
         """Launch the transfer of group g's results back to the ranks that hold their tokens.
 
-        results: (B, T/R, h, D), or (B*T, h, D) with documents; o, or dq, dk, dv, or dq only. They
-        become group g's heads of outputs (B, T/sp, heads, D).
+        results: [o], [dq, dk, dv] or only [dq], each (B, T/R, h, D), or (B*T, h, D) with documents.
+        They become group g's heads of outputs (B, T/sp, heads, D).
         """
         if self.ranks * self.num_groups == 1:
             return Transfer([x.reshape(output.shape) for x, output in zip(results, outputs)])
@@ -638,8 +647,8 @@ class Ulysses:
     def complete_grads(self, g: int, k: Tensor, dq: Tensor, dk: Tensor, dv: Tensor) -> list[Tensor]:
         """Return those of group g's gradients (B, T/R, h, D) that can travel back now.
 
-        dq always can. dk and dv can if no later group shares their key/value head; until then they
-        are summed over the groups.
+        dq can always travel. dk and dv can travel after the last group of their key/value head, as
+        sums over all of its groups.
         """
         groups_per_head = self.groups_per_head(k)
         if groups_per_head == 1:
@@ -662,12 +671,13 @@ class Ulysses:
 def sequence_positions(seq: int, sp: int, ring: int, rank: int) -> Tensor:
     """Return the positions (T/sp,) in the sequence of the tokens that a rank holds.
 
-    rank: 0 ... sp - 1, of the ranks that share the sequence. If ring = 1, each rank has T/sp
-    consecutive tokens. Otherwise the sequence is cut into 2R parts, and ring rank r has parts r and
-    2R-1-r (zigzag). So all ring ranks have equally much of the causal triangle. The U neighbours
-    of a ring rank divide its two parts among them.
+    seq: T. ring: R. rank: 0 ... sp - 1, the number of a rank among those that share the sequence.
+    If R = 1, each rank has T/sp consecutive tokens. Otherwise the sequence is cut into 2R parts,
+    and ring rank r has parts r and 2R-1-r (zigzag). So all ring ranks compute equally much of the
+    causal triangle. The U ranks of a ring rank divide its two parts among them.
 
-        R = 2    ring rank 0: parts 0, 3    ring rank 1: parts 1, 2
+        T = 16, R = 2    ring rank 0: parts 0, 3        ring rank 1: parts 1, 2
+        sp = 4, U = 2    rank 0: 0-3, rank 1: 12-15     rank 2: 4-7, rank 3: 8-11
     """
     r, u = divmod(rank, sp // ring)
     parts = torch.arange(seq).tensor_split(2 * ring)
@@ -715,20 +725,21 @@ class Ring:
         3           3, 4        causal     3,4 x 2    3,4 x 1    3,4 x 0
 
     So each step after the first is a rectangle without a mask, which any kernel can compute, and
-    has as much work as the square. Steps are merged in float32. For R = 3:
+    has as much work as the square. The results of the steps are merged in float32. For R = 3, where
+    "k, v 1" are the keys and values for step 1:
 
-        forward    compute  | square 0   | rectangle 1 | rectangle 2 |
-                   ring     | k, v to 1  | k, v to 2   |
+        forward    compute  | square 0    | rectangle 1 | rectangle 2         |
+                   ring     | k, v 1      | k, v 2      |
 
-        backward   compute  | rectangle 1 | rectangle 2              | square 0            |
-                   ring     | k, v to 2   | sum of dk, dv of 1 to 2  | sum of dk, dv home  |
+        backward   compute  | rectangle 1 | rectangle 2                       | square 0           |
+                   ring     | k, v 2      | sum of dk, dv from step 1, for 2  | sum of dk, dv home |
 
     In backward a sum of dk and dv follows each k and v around, one step behind them, and each rank
     adds its part. After R - 1 transfers the sum comes home to the rank whose keys these are. The
     square is computed last, because it hides this last transfer. The sums are float32. If R = 2,
     they have the dtype of dk, because a single part travels and nothing is added to it on the way.
 
-    sp: ranks that share a sequence. The ranks of one ring are U = sp/R apart.
+    sp: ranks that share a sequence. Each ring has every U-th of them, U = sp/R.
     """
 
     def __init__(
@@ -749,9 +760,9 @@ class Ring:
     def send_kv(self, to_heads: Transfer) -> Transfer | None:
         """Launch the first transfer of a group's keys and values to the next ring rank.
 
-        to_heads: brings q, k, v (B, U, T/sp, h, D) and maybe more to this rank. k and v are sent
-        when they have arrived, as one tensor (2, B, T/R, h, D). A key/value head that groups share
-        goes around once per group. Returns None if R = 1.
+        to_heads: the transfer that brings q, k, v (B, U, T/sp, h, D), and in backward more, to this
+        rank. When k and v have arrived, they are sent as one tensor (2, B, T/R, h, D). If groups
+        share a key/value head, it goes around once per group. Returns None if R = 1.
         """
         if self.ranks == 1:
             return None
@@ -777,9 +788,10 @@ class Ring:
         return Transfer(received, self.stream.record_event(), [sent])
 
     def kv_blocks(self, kv_transfer: Transfer) -> Iterator[tuple[Tensor, slice, slice]]:
-        """Yield for each step after the first: k and v (2, B, T/R, h, D), which of this rank's
-        queries attend to them, and to which of these keys.
+        """Yield (kv, queries, keys) for each step after the first.
 
+        kv: k and v (2, B, T/R, h, D) of another rank. queries, keys: the rectangle, as slices of
+        tokens. Queries are this rank's, and keys are those of kv that they attend to.
         kv_transfer: what `send_kv` has returned. The next step's transfer is launched before a step
         is yielded.
         """
@@ -835,7 +847,10 @@ class Ring:
         o: Tensor,
         do: Tensor,
     ) -> list[Tensor]:
-        """Return dq, dk, dv of this rank's queries and keys. Arguments as of `attend`."""
+        """Return dq, dk, dv of this rank's queries and keys.
+
+        kv_transfer, q, k, v: as in `attend`. o, lse: what it returned. do: like o.
+        """
         if self.ranks == 1:
             return kernel.backward(do, q, k, v, o, lse, mask)
         wide = accumulation_dtype(q.dtype)
@@ -876,9 +891,12 @@ def check_ring(
     """Raise ValueError if a kernel is wrong on a ring.
 
     The kernel computes a small sequence twice, forward and backward: as a whole, and in the squares
-    and rectangles of a ring of two. Both results must be equal. So a kernel is refused whose scores
-    depend on heads or positions. A backward is refused that recomputes o and log-sum-exp, because
-    on a ring those it is given are of the keys of all ranks.
+    and rectangles of a ring of two. Both results must be equal, except for rounding. This finds two
+    kinds of wrong kernels:
+
+        1. Scores depend on heads or positions. A kernel does not know these in a rectangle.
+        2. backward recomputes o or lse from the keys that it gets. On a ring it gets only some of
+           the keys, but its arguments o and lse are over the keys of all ranks.
 
     heads, kv_heads: H and K of one rank. At most two of them are tried.
     """
@@ -910,8 +928,8 @@ def ring_errors(
 ) -> dict[str, float]:
     """Return how far o, dq, dk and dv of a ring of two are from those of the whole sequence.
 
-    The errors are norms of differences, as fractions of the norm. One process computes for both
-    ranks of the ring, on a small random sequence.
+    An error is the norm of the difference, divided by the norm of the whole sequence's result. One
+    process computes for both ranks of the ring, on a small random sequence.
     """
     if heads > kv_heads:  # query heads share a key/value head
         num_heads, num_kv_heads = 2, 1
@@ -971,7 +989,7 @@ def ring_errors(
 
 
 class _Attention(Function):
-    """Attention under autograd, for layers that run whole."""
+    """Attention under autograd, for layers that do not run in chunks of tokens."""
 
     @staticmethod
     def forward(ctx, q, k, v, op):
@@ -994,7 +1012,8 @@ class Attention:
         q (B, T/sp, H, D) -> group by group (B, T/R, h, D) -> o (B, T/sp, H, D)
 
     Call it to run under autograd. offload.py calls `forward` and `backward` by hand. The U ranks
-    that share heads are neighbours; ranks with the same place among their U form a ring.
+    that share heads are neighbours, and every U-th rank is in the same ring. With sp = 4, U = 2:
+    ranks {0, 1} and {2, 3} share heads, and {0, 2} and {1, 3} are rings.
 
     lse is (G, B, h, T/R), or (G, h, B*T) with documents.
 
@@ -1025,7 +1044,8 @@ class Attention:
             )
 
     def with_documents(self, documents: Documents) -> "Attention":
-        """Return this attention for a micro-batch whose tokens attend inside documents only."""
+        """Return this attention for a micro-batch whose queries attend only to keys of their own
+        document."""
         assert self.ring.ranks == 1, "a ring's rectangles know no documents"
         op = copy.copy(self)
         op.mask = replace(self.mask, documents=documents)
@@ -1034,7 +1054,8 @@ class Attention:
     def of_layer(self, i: int) -> "Attention":
         """Return this attention for layer i. Kernels find the number in `mask.layer`.
 
-        So a model with local and global layers in turn takes one line in a kernel.
+        So if layers with local and with global attention alternate in a model, one line of its
+        kernel can choose between them.
         """
         op = copy.copy(self)
         op.mask = replace(self.mask, layer=i)
@@ -1124,7 +1145,7 @@ class Attention:
         do_to_heads = ulysses.to_heads(0, {"do": do})
         inputs["do"] = do
 
-        # if results travel, keep one gradient to hide the last group's
+        # if results travel, one weight gradient is kept back, to hide the last group's results
         num_kept = 1 if ulysses.ranks > 1 else 0
         while len(pending_weight_grads) > num_kept:
             pending_weight_grads.pop(0)()  # hides the first group's do

@@ -1,47 +1,50 @@
 """Plan the address of each buffer of a training step (Memo, arXiv 2407.12117, section 4.2).
 
-The steps of a run request the same memory again and again. So addresses can be computed once, before
-the steps that use them: it is known when each buffer is alive, and each buffer gets an offset in one
-arena. (The literature calls this problem offline dynamic storage allocation.)
+All steps of a run request the same memory in the same order. So after one step it is known when
+each buffer is alive, and the addresses of all later steps can be computed at once. All buffers lie
+in one block of memory, the *arena*, and a buffer's address is an offset in it. The *peak* is the
+size of the arena. (The literature calls this problem offline dynamic storage allocation.)
 
-An example with three buffers. A (10 bytes) is alive at times 0 and 1, B (2 bytes) from 1 to 3, and C
-(10 bytes) from 2 to 5. C can take A's address, because A is dead when C is born:
+An example with three buffers. A (10 bytes) is alive at times 0 and 1, B (2 bytes) at times 1 to 3,
+and C (10 bytes) at times 2 to 5. C can take A's address, because A is dead when C is born:
 
-    offset 10 to 12     .  B  B  B  .  .      peak 12, which no plan can beat,
-    offset  0 to 10     A  A  C  C  C  C      because A and B are alive together
+    offsets 2 to 11     A  A  C  C  C  C      peak 12, which no plan can beat,
+    offsets 0 and 1     .  B  B  B  .  .      because A and B are alive together
     time                0  1  2  3  4  5
 
-The integer program of the paper: buffer i has the size S_i and gets the offset A_i, M is the peak,
-U is a large number, and the binary z_ij is 1 if buffer i lies below buffer j.
+The paper states the problem as an integer program. Buffer i has the size S_i and gets the offset
+A_i, M is the peak, U is a large number, and the binary z_ij is 1 if buffer i lies below buffer j.
 
     minimise M   subject to   A_i + S_i <= M                         for each i
                               A_i + S_i <= A_j + (1 - z_ij) * U      for i and j alive together
                               z_ij + z_ji = 1                        for i and j alive together
 
-A lower bound of M is the largest sum of sizes that are alive at one moment. A plan that meets this
-bound is optimal. `solve` makes two plans and takes the one with the lower peak:
+A lower bound of M is the largest number of bytes that are alive at one moment. A plan that meets
+this bound is optimal. `solve` makes two plans and takes the one with the lower peak:
 
-    first fit     all buffers at once, in up to four orders, each at the lowest free address
-    two levels    Memo's bi-level plan. A pass is one layer's forward or backward. A buffer that lives
-                  and dies within one pass belongs to it. Level 1 plans each distinct pass once.
-                  Level 2 plans the whole step, in which each pass is one block as large as the peak
-                  of its plan, beside the buffers that outlive a pass.
+    first fit     Buffers are placed one after the other, each at the lowest free address. Up to
+                  four orders are tried.
+    two levels    Memo's bi-level plan. A pass is one layer's forward or backward. A buffer that is
+                  born and dies within one pass belongs to it. Level 1 plans each distinct pass
+                  once. In level 2 each pass is one block, as large as the peak of its plan. Level 2
+                  plans these blocks and the buffers that belong to no pass.
 
-In each level a first fit is tried first. The integer program runs only if that misses the lower
-bound, and only until a deadline. `check` verifies every plan independently of how it was made.
+In each level a first fit is tried first. The integer program takes seconds, so it runs only if a
+first fit misses the lower bound, the level is small (MAX_PAIRS), and two levels could still win
+(`solve`). It is stopped at a deadline. `check` tells whether a plan is right, whatever made it.
 replay.py records the buffers of a step, and serves the later steps from one arena.
 
     python memplan.py TRACE.csv [--time-limit S] [--out PLAN.csv] [--plot PLAN.png]
 
-TRACE.csv has the columns id,lower,upper,size (alive from time `lower` until before time `upper`), and
-may have a column pass. PLAN.csv has these columns and the offset.
+TRACE.csv has the columns id,lower,upper,size and maybe pass. A buffer is alive from time `lower`
+until before time `upper`. PLAN.csv has the columns id,lower,upper,size,pass,offset.
 
-Left out: alignment beyond that of the sizes, buffers with a prescribed address, passes within passes,
-and speed for more than about ten thousand buffers, which no training step has. (After the time limit,
-the buffers that are not placed yet are stacked on top.)
+Left out: alignment (offsets are sums of sizes, so round the sizes up), buffers with a prescribed
+address, passes within passes, and speed for more than about ten thousand buffers, which no training
+step has. (After the time limit, the buffers that are not placed yet are stacked on top.)
 
-Legend: n buffers; rows: an array (n, 3) of start, end and size; peak: M; deadline: a value of
-time.monotonic(); section: a span of time that `to_sections` explains.
+Legend: n buffers; rows: an array (n, 3) of start, end and size; peak: M; deadline: the value of
+time.monotonic() at which to stop; section: a span of time that `to_sections` explains.
 """
 
 import argparse
@@ -66,7 +69,8 @@ import numpy as np
 
 
 class Lifetime(NamedTuple):
-    """When a buffer is alive, and how large it is. Times are any integers, for example events."""
+    """When a buffer is alive, and how large it is. Times are any integers, for example counts of
+    events."""
 
     start: int  # the first moment at which the buffer is alive
     end: int  # the first moment at which it is not alive any more
@@ -82,8 +86,8 @@ class AddressPlan:
     peak: int  # bytes of the arena
     lower_bound: int  # no plan has a lower peak
     method: str  # how the plan was found, for the log
-    seconds: float = 0.0  # how long that took
-    rejected: "AddressPlan | None" = None  # the other plan of `solve`, whose peak is not lower
+    seconds: float = 0.0  # how long `solve` took
+    rejected: "AddressPlan | None" = None  # the other plan of `solve`; its peak is not lower
 
     @property
     def optimal(self) -> bool:
@@ -125,14 +129,14 @@ def check(buffers: Iterable[Lifetime], offsets: Iterable[int], peak: int) -> Non
     """Raise ValueError if two buffers that are alive together overlap, or if a buffer leaves
     [0, peak).
 
-    The check is simple enough to be believed: each buffer is compared with all buffers that are
-    born while it is alive."""
+    It compares each buffer with all buffers that are born while it is alive. This is simple, so it
+    is easy to see that the check itself is right."""
     rows = as_rows(buffers)
     by_birth = np.argsort(rows[:, 0], kind="stable")
     start, end, size = rows[by_birth].T
     low = np.asarray(offsets, np.int64)[by_birth]
     high = low + size
-    first_after_death = np.searchsorted(start, end)  # the first buffer that is born too late
+    first_after_death = np.searchsorted(start, end)  # of buffer i: the first one born after its end
 
     for i, number in enumerate(by_birth):
         if low[i] < 0 or high[i] > peak:
@@ -151,10 +155,12 @@ def check(buffers: Iterable[Lifetime], offsets: Iterable[int], peak: int) -> Non
 def to_sections(rows: np.ndarray) -> np.ndarray:
     """Return the rows with start and end counted in sections instead of moments.
 
-    A section ends at the last birth before a death. Until there buffers are only born, so at that
-    moment all buffers of the section are alive together, and the sum of their sizes is largest.
-    Two buffers overlap in time if and only if they share a section. So nothing is lost, and there
-    are at most n sections."""
+    A section begins with births, and ends at the last birth before a death. At that moment all
+    buffers of the section are alive together: they are born, and none has died yet. Two buffers
+    overlap in time if and only if they share a section. So nothing is lost, and there are at most n
+    sections. The example at the top has two: A and B are alive in section 0, B and C in section 1.
+
+        A (0, 2), B (1, 4), C (2, 6)  ->  A (0, 1), B (0, 2), C (1, 2)"""
     start, end, size = rows.T
     births = np.unique(start)
     section_ends = np.unique(births[np.searchsorted(births, end) - 1])
@@ -180,9 +186,9 @@ def first_fit(
 ) -> tuple[np.ndarray, int]:
     """Return the offsets (n,) and the peak of a first fit.
 
-    Each buffer goes to the lowest gap between the buffers that are placed already and alive
-    together with it. After the deadline it goes above all of them. order: a permutation of all
-    buffers."""
+    Each buffer goes to the lowest gap that is large enough, between the buffers that are placed
+    already and alive together with it. After the deadline it goes above all placed buffers. order:
+    a permutation of the buffers."""
     offsets = np.zeros(len(rows), np.int64)
     peak = 0
     placed = []  # (offset, end of the buffer's addresses, start, end), sorted by offset
@@ -206,9 +212,11 @@ def first_fit(
 
 
 def best_first_fit(rows: np.ndarray, deadline: float) -> AddressPlan:
-    """Return the first fit with the lowest peak. It tries four orders, until one meets the lower
-    bound: buffers that are alive at the fullest moments first (the order of MiniMalloc), the
-    longest lives, the largest areas (life times size), the largest sizes."""
+    """Return the first fit with the lowest peak, of four orders.
+
+    First come the buffers that are alive at the fullest moments (the order of MiniMalloc), those
+    with the longest lives, those with the largest areas (life times size), or the largest ones. No
+    further order is tried when one meets the lower bound."""
     start, end, size = rows.T
     live = live_bytes(rows)
     lower_bound = int(live.max(initial=0))
@@ -232,10 +240,12 @@ def best_first_fit(rows: np.ndarray, deadline: float) -> AddressPlan:
 
 # ---------------------------------------------------------------------------- the integer program
 
-EXACT_UNITS = 2**17  # sizes are rounded to a peak of at most this many units, so that the solver's
-# tolerances (about 1e-6) are far below one unit
-MAX_PAIRS = 3000  # pairs of overlapping buffers; HiGHS finds nothing in 20 s for more of them
-FEW_PAIRS = 200  # so few are solved in less time than the start of a process takes
+# The solver is HiGHS, which SciPy calls. It computes in floating point: a z_ij may be off by about
+# 1e-6, and so an address by 1e-6 * U. Sizes are counted in units so large that the peak, and so U,
+# is at most EXACT_UNITS. Then this error is less than one unit
+EXACT_UNITS = 2**17
+MAX_PAIRS = 3000  # pairs of buffers that are alive together; with more, HiGHS finds nothing in 20 s
+FEW_PAIRS = 200  # up to so many, it takes less time than the start of a process
 
 Coefficients = dict[int, float]  # of a constraint, by the index of the variable
 
@@ -248,10 +258,12 @@ def constraints(
     The variables, by index: A_0 ... A_{n-1}, then M, then one z_ij per pair. below[i, j]: the index
     of z_ij. cliques: for each section, its buffers, which are all alive together. big: U.
 
-    The last two kinds are cuts, which follow from the others and help the solver: in a clique C all
-    buffers below j fit below it, and all buffers above j fit above it.
+    Two kinds of constraints are added, which help the solver. In a clique C, the buffers below j
+    fit below it, and the buffers above j fit above it:
 
         sum_{i in C} S_i z_ij <= A_j        A_j + S_j + sum_{i in C} S_i z_ji <= M
+
+    The second kind is a stronger form of A_j + S_j <= M, and replaces it.
     """
     peak = len(sizes)  # the index of M
     for (i, j), z_ij in below.items():
@@ -271,12 +283,12 @@ def solve_program(rows: np.ndarray, peak: int, deadline: float) -> tuple[np.ndar
     """Solve the integer program. Return an order of the buffers by address, and a lower bound of
     the peak that the solver proved (0 if it proved none).
 
-    peak: that of a plan that is known, which serves as U. If the solver finds no solution in time,
-    the order is an arbitrary one.
+    peak: the peak of the best plan so far, which serves as U. If the solver finds no solution in
+    time, the order is an arbitrary one.
 
-    The solver works in floating point, so sizes are first divided by a unit and rounded down to
-    small integers. The lower bound stays valid: a plan for the true sizes is also one for the
-    smaller sizes, and its peak in units is at most peak / unit."""
+    Sizes are first divided by a unit and rounded down to small integers (EXACT_UNITS). The lower
+    bound stays valid, because a plan for the true sizes is also a plan for the smaller ones. The
+    order is then used for a first fit of the true sizes (`plan_exactly`)."""
     from scipy.optimize import Bounds, LinearConstraint, milp  # the import takes half a second
     from scipy.sparse import csr_array
 
@@ -313,22 +325,24 @@ def solve_program(rows: np.ndarray, peak: int, deadline: float) -> tuple[np.ndar
         options={"time_limit": 0.9 * seconds, "mip_rel_gap": 0.0},
     )
 
-    # only the order is used: a rounding error in an offset cannot make two buffers overlap
+    # only the order is used, so a rounding error in an offset cannot make two buffers overlap
     order = np.arange(n)
     if solution.x is not None:
         order = np.argsort(solution.x[:n], kind="stable")
     bound = solution.mip_dual_bound or 0
-    if solution.status == 0:  # solved to the end
+    if solution.status == 0:  # solved to the end: M itself
         bound = solution.fun
+    # the peak is a whole number of units; less than 1e-3 of a unit more is a rounding error
     proved = math.ceil(bound - 1e-3) * unit if np.isfinite(bound) else 0
     return order, proved
 
 
 def solve_in_process(rows: np.ndarray, peak: int, deadline: float) -> tuple[np.ndarray, int]:
-    """Return what solve_program returns, computed by this file in a process of its own.
+    """Run solve_program in a process of its own, and return the same.
 
-    The process is ended at the deadline, because HiGHS overruns its own time limit. The problem and
-    its solution are passed as plain arrays, so nothing that is read can run code."""
+    The process is ended at the deadline, because HiGHS overruns its own time limit. Then the order
+    is an arbitrary one, and the bound 0. The problem and its solution are passed in files of plain
+    arrays, which cannot run code when they are read."""
     with tempfile.TemporaryDirectory() as folder:
         problem = Path(folder, "problem.npz")
         np.savez(problem, rows=rows, peak=peak, deadline=deadline)
@@ -358,12 +372,14 @@ PlanLevel = Callable[[np.ndarray, float], AddressPlan]  # of rows and a deadline
 
 
 def plan_exactly(rows: np.ndarray, deadline: float) -> AddressPlan:
-    """Return a first fit if it meets the lower bound, else the better of it and of the integer
-    program's plan. The program runs only if it has few enough pairs, and until the deadline."""
+    """Return the better plan of a first fit and of the integer program.
+
+    The program does not run if the first fit meets the lower bound, or if there are more than
+    MAX_PAIRS pairs. It runs until the deadline at most."""
     plan = best_first_fit(rows, deadline)
 
-    # pairs of buffers that are alive together: all pairs, less those of which one is dead when the
-    # other is born
+    # pairs of buffers that are alive together: all pairs, less the pairs in which one buffer is
+    # dead when the other one is born
     start, end, _ = rows.T
     n = len(rows)
     dead_at_birth = np.searchsorted(np.sort(end), start, side="right")
@@ -392,8 +408,9 @@ def assume_bound_is_met(rows: np.ndarray, deadline: float) -> AddressPlan:
 def solve(buffers: list[Lifetime], time_limit: float = 60.0) -> AddressPlan:
     """Return the plan with the lower peak of two: a first fit of all buffers, and two levels.
 
-    time_limit: seconds. The integer program runs only where two levels could win, that is if they
-    would have a lower peak than the first fit if each level met its lower bound."""
+    time_limit: seconds. The integer program runs only if two levels could win. So their plan is
+    first made as if each level met its lower bound. If even this peak is not below that of the
+    first fit of all buffers, the program cannot help."""
     begin = time.monotonic()
     deadline = begin + time_limit
     rows = to_sections(as_rows(buffers))
@@ -421,11 +438,12 @@ def two_levels(
         level 1    the buffers of one pass, at offsets inside the pass's block
         level 2    blocks and the remaining buffers, at offsets in the arena
 
-    passes: for each buffer the name of its pass, or "". Passes whose buffers overlap in the same
-    way are planned once, whenever they begin.
+    passes: for each buffer the name of its pass, or "". Passes whose buffers have the same sizes
+    and overlap in the same way are planned once, even if they begin at different times. Without
+    passes, all buffers are planned as one level.
 
-    The plan's lower bound is 0 (unknown), because the bound of the blocks is none of the step's.
-    `solve` knows the step's bound from the first fit."""
+    With passes, the plan's lower bound is 0 (unknown). The lower bound of level 2 does not hold for
+    the step, because it counts whole blocks. `solve` gets the step's bound from the first fit."""
     start, end, _ = rows.T
     members = defaultdict(list)  # the buffers of each pass
     for i, name in enumerate(passes):
@@ -465,7 +483,7 @@ TRACE_COLUMNS = ("id", "lower", "upper", "size")
 
 
 def read_trace(path: str) -> tuple[list[str], list[Lifetime]]:
-    """Return the ids and the buffers of a CSV file. Raises ValueError that names the line."""
+    """Return the ids and the buffers of a CSV file. Raises ValueError that names a wrong line."""
     ids, buffers = [], []
     with open(path, newline="", encoding="utf-8-sig") as f:  # -sig: skip the mark that Excel writes
         rows = csv.DictReader(f)
@@ -496,7 +514,7 @@ def write_plan(path: str, ids: Iterable, buffers: list[Lifetime], offsets: Itera
 
 
 def draw(path: str, buffers: list[Lifetime], plan: AddressPlan, title: str = "") -> None:
-    """Write a PNG file of addresses over time: one rectangle per buffer, lighter if it is larger."""
+    """Write a PNG file of addresses over time: one rectangle per buffer, lighter if larger."""
     from matplotlib import colormaps
     from matplotlib.colors import Normalize
     from matplotlib.figure import Figure

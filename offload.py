@@ -9,8 +9,9 @@ halves of a layer, block.pre and block.post, run in chunks of tokens:
 Memo calls the tensors that a layer's backward needs its *skeletal activations*. They are the input
 x, attention's output o with its log-sum-exp lse, and S_others: q, k, v, the residual stream after
 attention, gate|up and a few numbers per token. All other tensors are *transient activations*, which
-live only inside a pass. x, o and lse are not recomputed, so attention runs once. (Attention is over
-90 % of the FLOPs at a million tokens.) S_others is treated chunk by chunk, in one of three ways:
+live only inside a pass. As a rule x, o and lse are not recomputed, so attention runs once. (It is
+over 90 % of the FLOPs at a million tokens.) Each chunk's part of S_others is treated in one of
+three ways:
 
     keep        it stays on the GPU
     swap        it is copied to pinned host memory, and prefetched for backward
@@ -22,16 +23,17 @@ Of the n layers, the last k are *resident*, which means that they copy nothing t
     first n - k    are swapped        a fraction alpha of chunks is swapped, the rest recomputed
     last k         stay on the GPU    as many chunks as fit are kept, the rest recomputed
 
-Example (measured): 7B, 256K tokens on four H200s. Each GPU has 64K tokens, in four chunks per
-layer. In a layer x takes 0.5 GiB per GPU, o and lse 0.5 GiB, S_others 4.7 GiB. The last 14 layers
-(k = 14) keep everything, 80 GiB. The first 18 layers swap everything (alpha = 1) to 102.5 GiB of
-host memory. Nothing is recomputed. planner.py chooses these numbers (`ActivationPlan`).
+Example (results/long-256k-4xh200.json): 7B, 256K tokens on four H200s. Each GPU has 64K tokens, in
+four chunks per layer. In a layer x takes 0.5 GiB per GPU, o and lse 0.5 GiB, S_others 4.7 GiB. The
+last 14 layers (k = 14) keep everything, 80 GiB. The first 18 layers swap everything (alpha = 1) to
+102.5 GiB of host memory. Nothing is recomputed. planner.py chooses these numbers
+(`ActivationPlan`).
 
-If even x and o of all layers do not fit, some of them are dropped, too:
+If even x and o of all layers do not fit on the GPU and the host, some are dropped, too:
 
-    drop x    Only every m-th layer keeps its x, and no layer keeps or swaps S_others. The m layers
-              from one x to the next are a *group*. Backward recomputes the other inputs of a group,
-              each from the layer before it: x' = post(x, o), without attention.
+    drop x    Only layers 0, m, 2m, ... save their x, and S_others of all layers is recomputed. The
+              m layers from one saved x to the next are a *group*. Backward recomputes the other
+              inputs of a group, each from the layer before it: x' = post(x, o), without attention.
     drop o    The first X layers drop o and lse, and run attention twice. This is the last resort.
 
 Copies to and from the host run on two streams of their own. Backward reads what was swapped from
@@ -39,10 +41,10 @@ two *rounding buffers* on the GPU, each with room for one group of layers. Group
 g mod 2. (Memo uses these buffers in forward, too. Here forward allocates tensors as usual, and
 frees them when they are on the host.) With m = 1, where a group is one layer:
 
-    forward   compute   | layer i       | layer i+1     | layer i+2      whose start frees layer i
+    forward   compute   | layer i       | layer i+1     | layer i+2       frees layer i first
               offload   |               | i -> host     | i+1 -> host
     backward  compute   | layer i+2     | layer i+1     | layer i
-              prefetch  | i+1 -> buffer | i -> buffer   | i-1 -> buffer  which i+1 has left
+              prefetch  | i+1 -> buffer | i -> buffer   | i-1 -> buffer   the one that i+1 used
 
     copy        launched by                  hidden by                 compute waits in
     offload     `offload`, at the end of     the forward of            `free_offloaded`, before the
@@ -60,9 +62,10 @@ Nothing in this file knows what a block computes: hooks of autograd find the ten
 Left out: swapping to disk, and layers of different shapes.
 
 Legend: B sequences, T tokens of one sequence on a rank, N = B*T; C width, H query heads, K
-key/value heads, D head width; n layers (in a shape: tokens of a chunk), k resident layers, m layers
-per group, X layers that drop o; i a layer, j a chunk of it, g a group. A chunk is *saved* if it is
-kept or swapped, so that it is not recomputed.
+key/value heads, D head width; n layers, k resident layers, m layers per group, X layers that drop
+o; i a layer, j a chunk of it, g a group. In a tensor's shape, n is the number of tokens of a chunk.
+dx is the gradient of the loss with respect to x. A chunk is *saved* if it is kept or swapped, and
+so not recomputed.
 """
 
 import contextlib
@@ -109,8 +112,8 @@ class ActivationPlan:
     layers: int  # n
     chunks: int  # chunks per layer
     resident: int  # k: the last k layers copy nothing to the host
-    kept_chunks: int = 0  # of all resident layers together; the last layers keep most
-    swapped_chunks: int = 0  # of all other layers together, spread evenly
+    kept_chunks: int = 0  # in all resident layers together. The last layer is filled first
+    swapped_chunks: int = 0  # in all other layers together, spread evenly
     layers_recomputing_attention: int = 0  # X: the first X layers drop o and lse
     stride: int = 1  # m: layers 0, m, 2m, ... keep x. If m > 1, no chunk is kept or swapped
 
@@ -137,8 +140,8 @@ class ActivationPlan:
     def for_virtual_stage(self, layers: int) -> "ActivationPlan":
         """Return this plan for a virtual stage of a pipeline, which may have fewer layers.
 
-        Its last k layers are resident, and more if a group would be cut. So fewer layers are
-        swapped, with the same alpha, rounded down to whole chunks.
+        The swapped layers must be whole groups of m. So the last k layers are resident, and up to
+        m - 1 layers before them. alpha stays the same, rounded down to whole chunks.
         """
         swapped_layers = max(0, layers - self.resident) // self.stride * self.stride
         swapped_chunks = self.swapped_chunks * swapped_layers // max(1, self.swapped_layers)
@@ -173,12 +176,12 @@ def storage_id(t: Tensor) -> int:
 def check_unchanged(half: str, tensors: Iterable[tuple[Tensor, int]]) -> None:
     """Raise ValueError if one of the tensors was changed in place.
 
-    half: "pre" or "post". tensors: pairs of a tensor and its version number, which was noted before
-    the block ran.
+    half: "pre" or "post". tensors: pairs of a tensor and the version number that it should have. (A
+    change in place raises a tensor's version number.)
 
-    PyTorch compares version numbers of the tensors that autograd itself keeps. A saved chunk keeps
-    its tensors elsewhere (`SavedLayer.saving`), and x and o are read again by other chunks and in
-    backward. So without this check, a change in place would silently give a wrong gradient.
+    PyTorch makes this check only for tensors that autograd itself keeps. A saved chunk keeps its
+    tensors elsewhere (`SavedLayer.saving`), and x and o are read again by other chunks and in
+    backward. So without this function, a change in place would silently give a wrong gradient.
     """
     if any(t._version != version for t, version in tensors):
         raise ValueError(
@@ -189,7 +192,8 @@ def check_unchanged(half: str, tensors: Iterable[tuple[Tensor, int]]) -> None:
 
 
 class SavedView(NamedTuple):
-    """What autograd holds in place of a tensor: a view of SavedLayer.tensors[name]."""
+    """Stands in autograd's graph for a saved tensor. It tells where backward finds this tensor:
+    `shape`, `stride` and `offset` describe it as a view of SavedLayer.tensors[name]."""
 
     name: str | int
     shape: torch.Size
@@ -198,7 +202,7 @@ class SavedView(NamedTuple):
 
 
 class SavedLayer:
-    """Holds what the backward of one layer needs, from its forward on.
+    """Holds what the backward of one layer needs, from the layer's forward until its backward.
 
     `tensors` has, by name:
 
@@ -206,28 +210,29 @@ class SavedLayer:
         "q", "k", "v"       of saved chunks: (1, tokens of these chunks, heads, D)
         1, 2, 3 ...         the other tensors that autograd saves of saved chunks
 
-    If the layer is swapped, these are first tensors on the GPU, then views of a host buffer
-    (free_offloaded), and in backward views of a rounding buffer (load_group).
+    If the layer is swapped, these are first tensors on the GPU. free_offloaded replaces them by
+    views of a host buffer, and load_group by views of a rounding buffer on the GPU.
     """
 
     def __init__(self, block: llama.Block, positions: Positions, x: Tensor, num_saved: int = 0):
         self.block = block
         self.positions = positions
         self.attention: Attention | None = None  # of this layer; its forward sets it
-        self.num_saved = num_saved  # saved chunks, the layer's first ones
+        self.num_saved = num_saved  # number of saved chunks. They are the layer's first ones
         self.tensors: dict[str | int, Tensor] = {"x": x}
-        self.on_host: dict[str | int, Tensor] = {}  # where the tensors lie in the host buffer
-        self.offload_done = None  # event: they have arrived there
-        # by half ("pre", "post") and chunk: output gradients -> input gradients
+        self.on_host: dict[str | int, Tensor] = {}  # the host buffer's views of these tensors
+        self.offload_done = None  # event: the copies to the host buffer are complete
+        # backward_fns[half, j] is the backward of a half ("pre" or "post") of chunk j. It takes the
+        # gradients of the half's outputs, and returns the gradients of its inputs
         self.backward_fns: dict[tuple[str, int], Callable] = {}
-        # tensors that lie in this memory stay where they are
+        # storages of parameters, buffers and positions: autograd itself keeps tensors in these
         self.never_swapped = {
             storage_id(t) for t in (*positions, *block.parameters(), *block.buffers())
         }
 
     @contextlib.contextmanager
     def saving(self, half: str):
-        """Let what autograd saves go to self.tensors, while a half of a saved chunk runs.
+        """Return a context for a half of a saved chunk: what autograd saves goes to self.tensors.
 
             forward     autograd saves t  --pack-->  SavedView(name, shape, stride, offset)
 
@@ -272,7 +277,7 @@ class SavedLayer:
         versions.clear()  # `pack` lives as long as the graph, and must not hold tensors
 
     def name_of_input(self, t: Tensor) -> str | None:
-        """Return "x" or "o" if t is a view of it in the same dtype, else None."""
+        """Return "x" or "o" if t is a view of this tensor in the same dtype, else None."""
         for name in ("x", "o"):
             whole = self.tensors.get(name)
             if whole is None or whole.dtype != t.dtype:
@@ -282,11 +287,12 @@ class SavedLayer:
         return None
 
     def store(self, t: Tensor) -> tuple[int, Tensor]:
-        """Store t in self.tensors, contiguous; return its number, and what is stored."""
+        """Store t, or a contiguous copy of it, in self.tensors. Return its number there, and the
+        stored tensor."""
         t = t.detach()  # without the graph that computed it
-        # a part of a larger tensor is copied, because a view would hold the memory of the whole; a
-        # tensor that is not contiguous, because unpack uses its strides after a prefetch, too, and
-        # what is prefetched is contiguous
+        # a part of a larger tensor is copied, because a view would hold the memory of the whole. A
+        # tensor that is not contiguous is copied, too: a prefetch returns contiguous tensors, and
+        # unpack must find the same strides before and after it
         is_part = t.nbytes < t.untyped_storage().nbytes()
         if is_part or not t.is_contiguous():
             t = t.clone(memory_format=torch.contiguous_format)
@@ -300,12 +306,12 @@ class SavedLayer:
 
 
 class BlockTrace(NamedTuple):
-    """What a block saves, and what it leaves behind, when a chunk runs through it."""
+    """What a chunk that runs through a block saves. All tensors are on the meta device."""
 
-    pre: list[Tensor]  # that autograd saves in block.pre, without views of x; on meta
-    post: list[Tensor]  # the same of block.post, without views of x and o
-    unread_product: str  # the Matrix whose product a recomputation may leave out; "": none
-    stray_tensors: list[str]  # the block's attributes that hold a tensor of this chunk
+    pre: list[Tensor]  # the tensors that autograd saves in block.pre, without views of x
+    post: list[Tensor]  # the tensors that it saves in block.post, without views of x and o
+    unread_product: str  # name of the Matrix whose product recomputation may skip; "": none
+    stray_tensors: list[str]  # attributes with tensors that are neither parameters nor buffers
 
 
 def trace_block(
@@ -313,9 +319,10 @@ def trace_block(
 ) -> BlockTrace:
     """Return what autograd saves of a chunk of `tokens` tokens, beside x, o, q, k and v.
 
-    A block runs on meta tensors, which have shapes but no data, so this takes neither memory nor
-    time. block: trace one of its class, and of each matrix the slice that it has (tensor
-    parallelism); None: trace a whole model.Block. Raises ValueError if the block needs data.
+    A new block runs on meta tensors, which have shapes but no data. So this takes no memory of the
+    GPU and hardly any time. The new block is of the same class as `block`, and has the same
+    tensor-parallel slices of matrices. block=None: a whole model.Block. Raises ValueError if the
+    block needs data.
     """
     if block is None:
         return _trace_block(llama.Block, (), cfg, tokens, dtype)
@@ -340,8 +347,8 @@ def _trace_block(block_class, tp_slices, cfg, tokens, dtype) -> BlockTrace:
             p.data = p.data.to(dtype if is_matrix else accum_dtype)
 
         cos, sin = torch.empty(2, tokens, cfg.head_dim // 2, dtype=accum_dtype).unbind()
-        of_qkv, of_x = torch.empty(2, tokens, dtype=torch.int64).unbind()
-        positions = Positions(cos, sin, of_qkv, of_x)
+        qkv_positions, x_positions = torch.empty(2, tokens, dtype=torch.int64).unbind()
+        positions = Positions(cos, sin, qkv_positions, x_positions)
         x = torch.empty(1, tokens, cfg.dim, dtype=dtype)
         root = torch.zeros((), requires_grad=True)  # so that autograd makes a graph
 
@@ -385,20 +392,21 @@ def _trace_block(block_class, tp_slices, cfg, tokens, dtype) -> BlockTrace:
 class MicroBatch:
     """Holds what one micro-batch needs, from its forward to the end of its backward.
 
-    Several micro-batches may be between forward and backward at a time, as many as ChunkedLayers
-    has sets of host buffers. A forward or a backward may also be given up (out of memory, say).
-    Then the micro-batch is garbage, and the next one gets its host buffers. A prefetch that was
-    launched may still read them while the next forward writes there, but nobody uses what it reads.
+    Several micro-batches may be between forward and backward at a time. If layers are swapped,
+    there may be as many as ChunkedLayers has sets of host buffers. A forward or a backward may also
+    be given up (out of memory, say). Then Python frees the micro-batch, and the next one gets its
+    host buffers. A prefetch that was launched may still read these while the next forward writes
+    there, but nobody uses what it reads.
     """
 
     positions: Positions  # of N tokens
     attention: Attention
     needs_backward: bool
-    host_buffers: list[Tensor] = field(default_factory=list)  # by swapped layer
+    host_buffers: list[Tensor] = field(default_factory=list)  # one per swapped layer
     release_host_buffers: Callable | None = None  # gives them to the next micro-batch
     last_output: int = 0  # storage_id of the output of the last layer that has run
     saved: dict[int, SavedLayer] = field(default_factory=dict)  # by layer
-    # by group, an event: the group is in its rounding buffer, so its host buffers have been read
+    # by group: the event after which the group is in its rounding buffer
     prefetch_done: dict[int, object] = field(default_factory=dict)
 
 
@@ -425,7 +433,8 @@ class ChunkedLayers:
         layers: range | None = None,
     ):
         layers = range(len(model.blocks)) if layers is None else layers
-        self.first = layers.start  # everywhere else, layer 0 is the first that runs here
+        # number of the first layer in the model. All other methods number layers from 0
+        self.first = layers.start
         self.blocks = model.blocks[layers.start : layers.stop]
         self.cfg = model.cfg
         self.plan = plan
@@ -439,7 +448,8 @@ class ChunkedLayers:
         ]
         self.check_plan()
 
-        self.root = torch.zeros((), device=device, requires_grad=True)  # of all chunks' graphs
+        # an input of all chunks' graphs that requires a gradient, so that autograd records them
+        self.root = torch.zeros((), device=device, requires_grad=True)
         self.offload_stream = CommStream(device)
         self.prefetch_stream = CommStream(device)
 
@@ -498,7 +508,7 @@ class ChunkedLayers:
         rounding_buffers = [
             torch.empty(largest, dtype=torch.uint8, device=device) for _ in group_sizes[:2]
         ]
-        self.groups = []  # by group: pairs (swapped layer, its place in a rounding buffer)
+        self.groups = []  # by group: pairs (swapped layer, its part of a rounding buffer)
         for g, group in enumerate(groups):
             used = rounding_buffers[g % 2][: sum(group_sizes[g])]
             self.groups.append(list(zip(group, used.split(group_sizes[g]))))
@@ -508,7 +518,7 @@ class ChunkedLayers:
         return min(self.tokens, self.plan.num_saved_chunks(i) * self.chunk_tokens)
 
     def host_bytes(self, i: int) -> int:
-        """Return the bytes of swapped layer i's host buffer: of all that SavedLayer.tensors has."""
+        """Return the bytes of swapped layer i's host buffer, which takes all SavedLayer.tensors."""
         cfg = self.cfg
         block = self.blocks[i]
         q_heads, *_ = block.heads
@@ -552,7 +562,7 @@ class ChunkedLayers:
                     "before the next forward"
                 )
             micro_batch.host_buffers = self.free_host_buffers.pop()
-            # runs once: when backward calls it, or when the micro-batch is garbage
+            # runs once: when backward calls it, or when Python frees the micro-batch
             micro_batch.release_host_buffers = weakref.finalize(
                 micro_batch, self.free_host_buffers.append, micro_batch.host_buffers
             )
@@ -590,7 +600,7 @@ class ChunkedLayers:
     # -- one layer
 
     def forward(self, micro_batch: MicroBatch, i: int, x: Tensor) -> Tensor:
-        """Run layer i, and keep what its backward needs: x (B, T, C) -> y (B, T, C)."""
+        """Run layer i, and save what its backward needs: x (B, T, C) -> y (B, T, C)."""
         plan = self.plan
         num_saved = 0
         if micro_batch.needs_backward:
@@ -636,8 +646,9 @@ class ChunkedLayers:
             half = "pre"    block.pre(x)        -> q, k, v (1, n, heads, D)
             half = "post"   block.post(x, o)    -> y (1, n, C), in a tuple
 
-        for_backward: backward recomputes the chunk. Then, and in the forward of a saved chunk, the
-        half runs with a graph, whose backward goes to saved.backward_fns. Else nothing is saved.
+        The half runs with an autograd graph in two cases: backward recomputes the chunk
+        (for_backward), or the chunk is saved. The graph's backward goes to saved.backward_fns.
+        Otherwise it runs without a graph, and nothing is saved.
         """
         chunk = self.chunks[j]
         block = saved.block
@@ -659,7 +670,7 @@ class ChunkedLayers:
 
         backward_fn = None
         if for_backward:
-            # "" is the block itself, which is no matrix: then no product is left out
+            # the name "" gives the block itself, which is no matrix. Then no product is skipped
             unread = block.get_submodule(self.unread_product[block])
             with recomputation(unread):
                 backward_fn, outputs = run_detached(self.root, fn, *inputs)
@@ -676,14 +687,15 @@ class ChunkedLayers:
     def run_pre(self, saved: SavedLayer, for_backward: bool = False) -> list[Tensor]:
         """Return q, k, v (1, N, heads, D) of all tokens.
 
-        for_backward: only chunks that were not saved run again. The saved ones have theirs.
+        for_backward: only chunks that were not saved run again. q, k, v of the saved chunks are in
+        saved.tensors.
         """
         qkv = [None, None, None]
         first = 0
         if for_backward and saved.num_saved:
             first = saved.num_saved
-            of_saved_chunks = [saved.tensors[name] for name in "qkv"]
-            qkv = [self.write_chunk(None, slice(t.shape[1]), t) for t in of_saved_chunks]
+            saved_qkv = [saved.tensors[name] for name in "qkv"]
+            qkv = [self.write_chunk(None, slice(t.shape[1]), t) for t in saved_qkv]
         for j in range(first, len(self.chunks)):
             chunk = self.chunks[j]
             parts = self.run_half(saved, "pre", j, for_backward)
@@ -708,7 +720,8 @@ class ChunkedLayers:
     def backward(self, micro_batch: MicroBatch, i: int, dy: Tensor) -> Tensor:
         """Run the backward of layer i: dy (B, T, C) -> dx (B, T, C).
 
-        The weights' gradients go where the events of their matrices say.
+        Gradients of weights are not returned. A matrix passes its gradient to Matrix.events (ops),
+        and autograd adds the gradient of a norm to the norm's weight.grad.
         """
         next_layer = i + 1
         ends_group = next_layer == self.plan.layers or next_layer % self.plan.stride == 0
@@ -744,8 +757,9 @@ class ChunkedLayers:
     ) -> tuple[Tensor, list[Callable]]:
         """Run the backward of block.post: dy (1, N, C) -> do (B, T, H, D).
 
-        The gradients of x are appended to dx_of_post, chunk by chunk. Also returns the last chunk's
-        weight gradients as functions to call: attention's all-to-alls hide under them.
+        The gradients of x are appended to dx_of_post, chunk by chunk. The last chunk's weight
+        gradients are not computed yet. They are returned as functions, which attention calls while
+        its all-to-alls run.
         """
         do = None
         last = len(self.chunks) - 1
@@ -763,7 +777,7 @@ class ChunkedLayers:
     def backward_pre(
         self, saved: SavedLayer, dqkv: list[Tensor], dx_of_post: list[Tensor]
     ) -> Tensor:
-        """Run the backward of block.pre, and return dx (1, N, C), the sum with dx_of_post.
+        """Run the backward of block.pre, add dx_of_post, and return the sum dx (1, N, C).
 
         dqkv: dq, dk, dv (1, N, heads, D). dx_of_post is freed chunk by chunk.
         """
@@ -824,8 +838,8 @@ class ChunkedLayers:
     def load_group(self, micro_batch: MicroBatch, g: int) -> None:
         """Make group g's saved tensors available on the GPU, and start prefetching group g - 1.
 
-        Resident layers are on the GPU already. The first of them in backward starts prefetching the
-        last two swapped groups, since both rounding buffers are free.
+        Resident layers are on the GPU already. At the first resident layer of a backward, both
+        rounding buffers are free. So there the last two swapped groups are prefetched.
         """
         last_swapped = len(self.groups) - 1
         if g > last_swapped:
@@ -843,9 +857,9 @@ class ChunkedLayers:
     def recompute_inputs(self, micro_batch: MicroBatch, last: int) -> None:
         """Recompute the inputs that a group's layers have dropped. last: the group's last layer.
 
-        The group's first layer has its x. Each of the others gets x from post of the layer before
-        it. The gathers of the first layer's weights are exposed, because backward has not asked for
-        them yet.
+        The group's first layer has its x. Each of the other layers gets its x from post of the
+        layer before it. The all-gathers of the first layer's weights are exposed. Backward gathers
+        layer `last` ahead, and not the first one, which this forward pass begins with.
         """
         first = last // self.plan.stride * self.plan.stride
         for i in range(first, last):

@@ -2,28 +2,31 @@
 
 The steps of a run request the same memory in the same order. So one step is recorded, and
 memplan.py computes an address for each of its requests, all in one block of memory, the *arena*.
-Later steps get these addresses, which leave no gaps between tensors. memplan.py plans and knows
-nothing of PyTorch; this file installs an allocator (csrc/allocator.cpp) in front of PyTorch's. The
-allocator passes every request on, unless a step is recorded or replayed. A run of the step is in
-one of three states:
+Later steps get these addresses, so that memory does not fragment. memplan.py makes the plan, and
+knows nothing of PyTorch. This file installs an allocator (csrc/allocator.cpp) in front of PyTorch's
+allocator. It passes every request on, except while a step is recorded or replayed. Each run of the
+step is in one of three states:
 
     runs     state      what happens
-    1, 2     warm up    the step runs as usual. Memory that outlives a step is allocated here
-    3        record     the step runs as usual. The allocator notes each request's size, birth and
-                        death (a time is the number of births and deaths so far), and
-                        memplan.solve plans the addresses
-    4 ...    replay     request number n gets the n-th planned address. On one GPU the first replay
-                        may also be captured as a CUDA graph, and later replays launch the graph
+    1, 2     warm up    The step runs as usual. What lasts longer than a step, such as workspaces
+                        of libraries, is allocated in these runs.
+    3        record     The step runs as usual. The allocator notes each request's size, birth and
+                        death. (Time is counted in births and deaths.) Then memplan.solve plans the
+                        addresses.
+    4 ...    replay     Request number n gets the n-th planned address. On one GPU the first replay
+                        may be captured as a CUDA graph. Then later replays launch the graph.
 
-If a replay has met less than nine tenths of its plan, the next run records again. Three plans are
-made at most.
+If less than nine tenths of the planned requests got their planned address in a replay, the next run
+records again. At most three plans are made.
 
-Example: a step requests 4 MB (a), 2 MB (b), frees a, and requests 3 MB (c). The plan puts b at
-offset 0, and both a and c at offset 2 MB, since they are never alive together: a peak of 6 MB.
+Example: a step requests 4 MB (a) and 2 MB (b), frees a, and requests 3 MB (c). The plan puts b at
+offset 0, and both a and c at offset 2 MB, because a and c are never alive together. The peak is
+6 MB.
 
-A wrong plan costs memory, but never gives a wrong number. A request that differs from the plan goes
-to PyTorch's allocator, and so does one whose planned addresses hold a live tensor. Both are
-counted.
+A wrong plan costs memory, but never gives a wrong number. If a step leaves the plan, say because it
+skips a request, later requests are matched to the plan again by their sizes. A request that matches
+none of the plan goes to PyTorch's allocator, and so does a request whose planned addresses hold a
+live tensor. Both are counted.
 
     memory = StepMemory("cuda")
     memory.run(step, *inputs)       # in place of step(*inputs)
@@ -44,24 +47,28 @@ import torch
 from memplan import AddressPlan, Lifetime, check, solve
 from streams import CommStream, wait
 
-ALLOCATOR_ALIGN_BYTES = {"cpu": 64, "cuda": 512}  # PyTorch's kernels want tensors to start there
-# smaller requests are not planned; on a GPU, PyTorch serves these from a pool of small blocks
+# planned addresses are multiples of this, as PyTorch's own allocators' are: kernels rely on it
+ALLOCATOR_ALIGN_BYTES = {"cpu": 64, "cuda": 512}
+# smaller requests are not planned. On a GPU, PyTorch serves them from a pool of small blocks
 MIN_PLANNED_BYTES = {"cpu": 2**10, "cuda": 2**20}
 
 WARM_UP_RUNS = 2
-MIN_HITS = 0.9  # of the plan's requests; if a replay meets fewer, the step is recorded again
+# the fraction of planned requests that must get their planned address in a replay. If fewer do, the
+# step is recorded again
+MIN_HITS = 0.9
 MAX_PLANS = 3
 
-live_arena: dict[str, object] = {}  # by device type: the arena that its allocator points into
-recorder: "StepMemory | None" = None  # whose step is being recorded
+# by device type: the arena that the device's allocator points into, so that it is not freed
+live_arena: dict[str, object] = {}
+recorder: "StepMemory | None" = None  # the object whose step is being recorded
 
 
 def mark(name: str) -> None:
     """Begin a pass of the step, such as "forward, layer 3/32". It ends at the next mark.
 
-    The step calls this while it runs. memplan.py plans the buffers of each pass by themselves
-    (Memo's two levels). An empty name: what follows belongs to no pass. Does nothing unless a step
-    is being recorded.
+    The step calls this while it runs. memplan.py first makes a plan for each pass, then one for the
+    whole step (Memo's two levels). After a mark with an empty name, buffers belong to no pass. Does
+    nothing unless a step is being recorded.
     """
     if recorder is not None:
         recorder.marks.append((recorder.allocator.now(), name))
@@ -70,7 +77,8 @@ def mark(name: str) -> None:
 def with_passes(buffers, marks):
     """Return the buffers, each with the name of the pass in which it is born and dies.
 
-    marks: pairs (events so far, name). For example, with marks at 0 ("a"), 10 ("b") and 20 ("a"):
+    marks: pairs (time, name), as `mark` notes them. The time is the number of births and deaths so
+    far. For example, with marks at 0 ("a"), 10 ("b") and 20 ("a"):
 
         alive from 3 to 8       in pass "a"
         alive from 3 to 12      in no pass, ""
@@ -97,9 +105,8 @@ def with_passes(buffers, marks):
 def load_allocator(device_type: str) -> ctypes.CDLL:
     """Compile csrc/allocator.cpp for "cpu" or "cuda", install it, and return the library.
 
-    It stays installed, and passes all requests on unless a step is recorded or replayed. Compiling
-    takes some seconds at first use; the result is kept in the user's cache. Raises ValueError with
-    the compiler's message if it fails.
+    It stays installed until the process ends. Compiling takes some seconds at first use; the result
+    is kept in the user's cache. Raises ValueError with the compiler's message if it fails.
     """
     from torch.utils.cpp_extension import CUDA_HOME, include_paths
 
@@ -144,31 +151,35 @@ class StepMemory:
 
         memory = StepMemory()
         memory.run(step, *inputs)   # as often as you like
-        memory.counts               # how well the last replay met its plan
+        memory.counts               # requests of the last replay, by what became of them (COUNTS)
         memory.give_back()          # frees the arena until the next run, if other code needs memory
 
-    Planned are, on a CPU, the tensors of the whole process; on a GPU, those that the current stream
-    of the current device requests. Requests below min_bytes and those that outlive the step stay
-    with PyTorch's allocator.
+    On a CPU, the tensors of the whole process are planned. On a GPU, only the tensors that the
+    current stream of the current device requests are planned. Requests below min_bytes stay with
+    PyTorch's allocator, and so do requests that outlive the step.
 
     as_graph (GPU only): the first replay is captured as a CUDA graph at planned addresses, and
     later replays launch the graph. The inputs must be tensors and hold all that changes from step
-    to step. In the step the host must not wait for anything. The results lie in the same tensors
+    to step. In the step the host must not wait for the GPU. The results lie in the same tensors
     each time. Numbers that Python computes in the step, and `counts`, stay those of the capture.
 
     Other streams: planned memory that is freed is given out again at once. So a tensor that another
     stream reads or writes must stay alive until the planned stream has waited for that stream. The
-    engine keeps this rule: all-to-alls and copies to the host hold their tensors until then;
-    unsharded parameters, gradients and rounding buffers outlive the step; and memory that ranks map
-    from each other is not requested from this allocator.
+    modules of this project keep this rule in three ways. All-to-alls and copies to the host hold
+    their tensors until then. Unsharded parameters, gradients and rounding buffers outlive the step.
+    Memory that ranks map from each other does not come from this allocator.
 
-    Use one StepMemory per device type at a time. An arena must live as long as any tensor in it, so
-    no arena is loaded (RuntimeError) while tensors of another StepMemory's steps are in use.
+    Use one StepMemory per device type at a time. An arena must live as long as any tensor in it. So
+    a run raises RuntimeError if it needs an arena while tensors lie in another StepMemory's arena.
     """
 
     RECORD, REPLAY = 1, 2  # modes of csrc/allocator.cpp
-    # what became of a replay's requests: hits got their planned address, unplanned ones outlive the
-    # step, unmatched ones are not in the plan, and of occupied ones a live tensor has the addresses
+    # what became of a replay's requests:
+    #     hits         they got their planned address
+    #     unplanned    they outlive the step, so they have no planned address
+    #     unmatched    they match no request of the plan
+    #     occupied     a live tensor lies at their planned address
+    # all but the hits went to PyTorch's allocator
     COUNTS = ("hits", "unplanned", "unmatched", "occupied")
 
     def __init__(self, device: str = "cpu", min_bytes: int = 0, as_graph: bool = False):
@@ -179,15 +190,15 @@ class StepMemory:
         self.allocator = load_allocator(self.device_type)
         self.as_graph = as_graph
         self.graph = None  # of the step; it lives as long as its arena
-        # if as_graph, the stream of all runs: the first ones on a stream allocate what lasts, such
-        # as workspaces, which must not happen during the capture
+        # if as_graph, the stream of all runs. Libraries allocate workspaces per stream, at first
+        # use. That must not happen during the capture, so the warm-up has to use the same stream
         self.stream = None
-        self.runs = 0  # so far
-        self.marks: list[tuple[int, str]] = []  # of the recorded step: (events so far, name)
+        self.runs = 0  # number of runs so far, with the current one
+        self.marks: list[tuple[int, str]] = []  # of the recorded step, as with_passes takes them
         self.buffers: list[Lifetime] = []  # of the recorded step
         self.plan: AddressPlan | None = None
-        self.plans = 0  # made so far
-        self.arena = None  # memory, while the allocator points into it
+        self.plans = 0  # number of plans made so far
+        self.arena = None  # a tensor of bytes, while the allocator points into it
         self.counts: dict[str, int] = {}  # of the last replay
 
     def run(self, step, *inputs):
@@ -198,11 +209,12 @@ class StepMemory:
         # the stream waits for the inputs, and for compute to have read the last results
         with self.stream.after_compute():
             results = self.run_on_current_stream(step, inputs)
-        wait(self.stream.record_event())  # for the results. Nothing hides this: they are read next
+        # waits for the results; exposed, because the caller reads them next
+        wait(self.stream.record_event())
         return results
 
     def run_on_current_stream(self, step, inputs):
-        """Run the step in the state that is due."""
+        """Warm up, record or replay, as next_state says. After a recording, make the plan."""
         self.runs += 1
         state = self.next_state()
         if state == "warm up":
@@ -218,8 +230,9 @@ class StepMemory:
     def next_state(self) -> str:
         """Return "warm up", "record" or "replay" for the run that begins.
 
-        If the last replay has missed its plan, drop the plan, so that this run records again. That
-        waits until no tensor lies in the arena any more.
+        If too few requests of the last replay got their planned addresses, drop the plan, so that
+        this run records again. While a tensor lies in the arena, the plan cannot be dropped, and
+        this run replays it once more.
         """
         if self.counts and self.plans < MAX_PLANS:
             missed = self.counts["hits"] < MIN_HITS * len(self.buffers)
@@ -244,8 +257,8 @@ class StepMemory:
     def record(self, step, inputs):
         """Run the step, and note its requests in self.requests and self.buffers.
 
-        requests: a row (birth, death or -1, size) per request, in the order of births; -1: it
-        outlives the step. buffers: those that do not, with their passes.
+        requests: a row (birth, death, size) per request, in the order of births. The death of a
+        request that outlives the step is -1. buffers: the other requests, with their passes.
         """
         global recorder
         if self.device_type == "cuda":  # so that PyTorch's pool then reserves only what steps need
@@ -276,8 +289,8 @@ class StepMemory:
         if self.graph is None:
             graph = torch.cuda.CUDAGraph()
             self.inputs = [x.clone() for x in inputs]  # the graph reads these
-            # the stream of the first runs, which have allocated what lasts. "thread_local": other
-            # threads, such as NCCL's, may go on with calls that a capture forbids
+            # the capture uses the stream of the warm-up. "thread_local": other threads, such as
+            # NCCL's, may go on with calls that a capture forbids
             stream = torch.cuda.current_stream()
             with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
                 self.results = self.run_at_planned_addresses(step, self.inputs)
@@ -298,8 +311,8 @@ class StepMemory:
     def load_arena(self) -> None:
         """Allocate the arena, and give it and the plan to the allocator.
 
-        Raises RuntimeError while tensors lie in the last arena: it would be freed, and PyTorch
-        would give their memory to other tensors.
+        Raises RuntimeError if tensors still lie in an earlier arena. That arena would be freed, and
+        PyTorch would give the memory of these tensors to other tensors.
         """
         _, death, size = self.requests.T
         offsets = np.full_like(size, -1)  # -1: not planned, since the request outlives the step
@@ -315,7 +328,7 @@ class StepMemory:
         self.arena = live_arena[self.device_type] = arena
 
     def give_back(self) -> bool:
-        """Free the arena if no tensor lies in it; return whether there is none any more."""
+        """Free the arena if no tensor lies in it. Return whether no arena is left."""
         if self.arena is not None and not self.allocator.load(None, None, 0):
             self.arena = live_arena[self.device_type] = self.graph = None
         return self.arena is None

@@ -10,13 +10,14 @@ pattern: launch, compute, wait.
     wait(event)                             # wait: compute's next kernel may read x
 
 On a CPU, or when overlap is switched off, a CommStream is the compute stream itself. Then all work
-runs in program order, and nothing has to wait. So the engine's tests also run without a GPU.
+runs in program order, and nothing has to wait. So the same code runs, and is tested, without a GPU.
 
 Host memory is allocated once (`pin_host_buffers`). It is page-locked, because only then does a copy
 run concurrently with kernels. `carve` lays several tensors out in one such buffer.
 
-Left out: a general transfer queue. The docstrings at the top of shard.py, attention.py and
-offload.py say where each transfer is launched, what hides it, and what waits for it.
+Left out: a queue that schedules transfers. Each module launches its own. The docstrings at the top
+of shard.py, attention.py and offload.py say where a transfer is launched, what hides it, and what
+waits for it.
 """
 
 import contextlib
@@ -47,44 +48,48 @@ class CommStream:
             self.stream = torch.cuda.Stream(device, priority=-1)
 
     def after_compute(self):
-        """Launch the block's work on this stream, after all work that compute has queued so far."""
+        """Return a context: work launched in it runs on this stream, after all work that compute
+        has queued so far."""
         if self.stream:
             self.stream.wait_stream(torch.cuda.current_stream())
         return self.beside_compute()
 
     def beside_compute(self):
-        """Launch the block's work on this stream at once, without waiting for compute."""
+        """Return a context: work launched in it runs on this stream at once, without a wait for
+        compute."""
         return torch.cuda.stream(self.stream) if self.stream else contextlib.nullcontext()
 
     def record_event(self):
         """Return an event that is reached when all work launched on this stream so far is done.
 
-        `wait` takes it. It is None if this is the compute stream, because nothing has to wait then.
+        Pass it to `wait`. It is None if this is the compute stream: then nothing has to wait.
         """
         return self.stream.record_event() if self.stream else None
 
     def done_reading(self, *buffers: Tensor) -> None:
-        """No-op. Tests override it to poison the buffer.
+        """Do nothing. A test overrides this method to overwrite the buffers with NaN.
 
-        A call marks the point of the current stream from which a buffer may be overwritten. There
-        the streams of tests fill it with NaN, so a read that comes too late gives wrong numbers.
+        Call it after the last read of a buffer is launched on the current stream, because from
+        there on the buffer may be overwritten. In the test, a later read then gives wrong numbers.
         """
 
 
 def wait(event) -> None:
-    """Make the current stream wait for an event of `record_event`. The host does not stop."""
+    """Make the current stream wait for an event that `record_event` returned. The host does not
+    stop."""
     if event is not None:
         torch.cuda.current_stream().wait_event(event)
 
 
 @dataclass
 class Transfer:
-    """Tensors that travel between ranks on a CommStream: to heads, to tokens, or around a ring."""
+    """Tensors that attention's ranks exchange on a CommStream: by all-to-all, or around a ring."""
 
-    tensors: list[Tensor] | Tensor  # what arrives
-    done_event: object = None  # reached when they have arrived; None: they are here already
-    # what the transfer reads. PyTorch may give a freed tensor's memory to the next tensor of the
-    # compute stream while the transfer still reads it, so these stay alive until compute has waited
+    tensors: list[Tensor] | Tensor  # what this rank receives
+    done_event: object = None  # reached when the tensors have arrived; None: nothing to wait for
+    # the tensors that the transfer reads. They stay alive until compute has waited. If they were
+    # freed earlier, PyTorch could give their memory to the next tensor of the compute stream while
+    # the transfer still reads it
     keep_alive: list[Tensor] = field(default_factory=list)
 
     def wait(self) -> list[Tensor] | Tensor:
@@ -96,7 +101,7 @@ class Transfer:
 
 @dataclass
 class Buffer:
-    """A GPU buffer at a fixed address, which several matrices use in turn.
+    """A buffer at a fixed address of the GPU. Usually several matrices use it in turn.
 
     What `event` means depends on what lies in the buffer:
 
@@ -107,8 +112,9 @@ class Buffer:
                               states waits for this. (Only if states lie on the host.)
     """
 
-    data: Tensor | list[Tensor]  # (S,) elements; for optimizer states one tensor per state
-    # the ShardedParam whose newest parameter is gathered here, or will be once `event` is reached
+    # (S,) for a matrix of S elements, padding included. For optimizer states: one tensor per state
+    data: Tensor | list[Tensor]
+    # the ShardedParam whose newest values are gathered here, or will be once `event` is reached
     held_param: object = None
     event: object = None
 
@@ -116,14 +122,17 @@ class Buffer:
 # ---------------------------------------------------------------------------- host memory
 
 GIB = 2**30
-NO_LIMIT = 2.0**60  # bytes of a memory that is not planned for
-HOST_BYTES = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")  # of this machine
+NO_LIMIT = 2.0**60  # bytes; as the size of a memory it means that a plan need not fit
+HOST_BYTES = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")  # memory of this machine
 HOST_ALIGN_BYTES = 512  # a tensor in a host buffer begins at a multiple of this
 
 
 def unit_of(nbytes: float) -> tuple[int, str]:
-    """Return the bytes and the name of the largest of GiB, MiB and KiB of which there is at least
-    one; of less than a KiB the smallest, and of nothing the largest."""
+    """Return the unit in which to print a size, as its bytes and its name.
+
+    It is the largest of GiB, MiB and KiB that is not larger than the size. A size below one KiB is
+    printed in KiB, and 0 in GiB.
+    """
     for unit, name in ((2**30, "GiB"), (2**20, "MiB")):
         if nbytes >= unit or not nbytes:
             return unit, name
@@ -131,8 +140,10 @@ def unit_of(nbytes: float) -> tuple[int, str]:
 
 
 def in_unit(nbytes: float, digits: int = 1) -> str:
-    """Return bytes in words, so that a small size is not printed as 0.0 GiB: '131.7 GiB',
-    '1.3 MiB'; 'any size' of a memory that has no limit."""
+    """Return a size as text in the unit that suits it: '131.7 GiB', '1.3 MiB'.
+
+    So a small size is not printed as '0.0 GiB'. NO_LIMIT is 'any size'.
+    """
     if nbytes >= NO_LIMIT / 2:
         return "any size"
     unit, name = unit_of(nbytes)
@@ -143,8 +154,9 @@ def host_budget(ranks: int, asked: int | None) -> float:
     """Return the bytes of host memory that a rank may use for optimizer states and activations.
 
     ranks: number of ranks on this node, which share its memory equally.
-    asked: --host-memory, in bytes per node. None: seven eighths of what the machine and its control
-    groups allow. Raises ValueError if they allow less than was asked for.
+    asked: --host-memory, in bytes per node. None: seven eighths of what the machine allows. If this
+    process is in a Linux control group (a container, say), the group's limit counts, too. Raises
+    ValueError if less is allowed than was asked for.
     """
     limits = [HOST_BYTES]
     path = Path("/proc/self/cgroup").read_text().partition("::")[2].strip()
@@ -169,9 +181,10 @@ def pin_host_buffers(sizes: list[int], pin: bool) -> list[Tensor]:
     """Return one host buffer of zeros per size, in bytes; page-locked if `pin`.
 
     Raises MemoryError if CUDA cannot lock that much. Most of the time goes into page faults. So
-    buffers use huge pages, which have fewer faults, and one thread per core touches them in
-    parallel. PyTorch's own pinned allocator is not used, since it rounds sizes up to a power of
-    two. Each buffer is registered by itself, because a copy must not cross two registrations.
+    buffers use huge pages, which have fewer faults, and threads touch several buffers in parallel,
+    as many as there are cores. PyTorch's own pinned allocator is not used, because it rounds sizes
+    up to a power of two. Each buffer is registered with CUDA by itself, because a copy must not
+    cross two registrations.
     """
     if not pin:
         return [torch.zeros(size, dtype=torch.uint8) for size in sizes]
