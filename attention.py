@@ -32,6 +32,11 @@ keys, and returns o_j and lse_j. These results are merged:
 
     o = sum_j exp(lse_j - lse) o_j,    lse = log sum_j exp(lse_j)
 
+Ring rank r has two parts of the sequence, r and 2R - 1 - r of 2R, so that all ranks have the same
+work. In step 0 its queries see its own keys (causal). In step s they see those of rank r - s: all
+queries see the early part (s <= r), or the late queries see both parts (s > r). The docstring of
+`Ring` has a table for R = 4.
+
 LoongTrain (arXiv 2406.18485) combines both: heads inside a node, context across nodes.
 
 Overlap. A rank processes its heads in G groups, so that the all-to-alls of one group run while the

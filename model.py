@@ -16,7 +16,9 @@ A layer works on each token separately, except for attention. So it has three pa
     y       = block.post(x, o, positions)  output projection, norm, SwiGLU, residuals   per token
 
 To change a layer, edit class Block and no other: chunks, swapping, recomputation and sharding
-follow. Block's docstring says what a layer may do, with two examples.
+follow. (Predicted seconds, names in Hugging Face's files, and the plain model of the tests do not
+follow. A table in Block's docstring says where they are.) The docstring also says what a layer may
+do.
 
 The model knows neither ranks nor streams. Other files act on it from outside, in these places:
 

@@ -36,8 +36,10 @@ If even x and o of all layers do not fit on the GPU and the host, some are dropp
               inputs of a group, each from the layer before it: x' = post(x, o), without attention.
     drop o    The first X layers drop o and lse, and run attention twice. This is the last resort.
 
-Copies to and from the host run on two streams of their own. Backward reads what was swapped from
-two *rounding buffers* on the GPU, each with room for one group of layers. Group g uses buffer
+Copies to and from the host run on two streams of their own. What is copied to the host stays
+referenced on the GPU until compute has waited for the copy, so its memory is not reused too early.
+That is when layer i + 2 begins, so the last two layers are always resident. Backward reads what was
+swapped from two *rounding buffers* on the GPU, each with room for one group of layers. Group g uses buffer
 g mod 2. (Memo uses these buffers in forward, too. Here forward allocates tensors as usual, and
 frees them when they are on the host.) With m = 1, where a group is one layer:
 
@@ -54,7 +56,7 @@ frees them when they are on the host.) With m = 1, where a group is one layer:
                 backward begins)             resident layers
 
 Nothing in this file knows what a block computes: hooks of autograd find the tensors that it saves
-(`SavedLayer.saving`). So if you change a layer, model.Block is all that you edit.
+(`SavedLayer.saving`). So nothing here has to be edited if you change a layer (model.Block).
 
     ChunkedLayers(model, (B, T), plan, chunk_tokens, device, dtype)    # sets model.layer_runner
     model(tokens, labels).backward()                                   # runs in chunks
@@ -148,21 +150,6 @@ class ActivationPlan:
         return replace(
             self, layers=layers, resident=layers - swapped_layers, swapped_chunks=swapped_chunks
         )
-
-    def describe(self) -> str:
-        """Return the plan as one line of text."""
-        chunks = self.chunks * max(1, self.resident)
-        share = self.kept_chunks / chunks
-        text = (
-            f"{self.resident} of {self.layers} layers are resident and keep {share:.0%} of their "
-            f"chunks; the other layers swap {self.alpha:.1%} of theirs (alpha {self.alpha:.3f}); "
-            f"{self.chunks} chunks per layer"
-        )
-        if self.stride > 1:
-            text += f"; one layer in {self.stride} keeps its input, the other inputs are recomputed"
-        if self.layers_recomputing_attention:
-            text += f"; ATTENTION RUNS TWICE in {self.layers_recomputing_attention} layers"
-        return text
 
 
 # ---------------------------------------------------------------------------- what a block saves
@@ -799,7 +786,7 @@ class ChunkedLayers:
         needed = buffer_bytes(saved.tensors)
         if needed != len(host_buffer):
             raise ValueError(
-                f"layer {i} saved {needed:,} bytes, but {len(host_buffer):,} bytes when it ran on "
+                f"layer {self.first + i} saved {needed:,} bytes, but {len(host_buffer):,} bytes when it ran on "
                 "tensors without data: the shapes of what a block saves must not depend on data"
             )
         saved.on_host = carve(host_buffer, saved.tensors)

@@ -43,8 +43,8 @@ b, and updates b2, the third quarter of b. A matrix has S elements. There are tw
     new parameters   all-gather {1,3,5,7}: S/8 -> S/2      the same
     next forward     all-gather {4,5}: S/2 -> S            the same
 
-So g = os takes a quarter of the gradient memory here, and g = p runs the second reduce-scatter once
-per step instead of once per micro-batch. In general, after the reduce-scatter S -> S/p:
+Here g = os takes a quarter of the gradient memory that g = p takes. In return g = p communicates
+less: it runs the second reduce-scatter once per step, and g = os once per micro-batch. In general, after the reduce-scatter S -> S/p:
 
     layout   g = p: once per step, in reduce_unit    g = os: per micro-batch, in scatter_grad
     intra    reduce-scatter in the subgroup, then    reduce-scatter in the subgroup; then, once per
@@ -674,8 +674,8 @@ class States:
         """Return the weight (rows, cols) of a matrix, and launch the gathers of later weights.
 
         backward: the pass goes from the last layer to the first. The caller must enqueue all
-        kernels that read the weight before it unshards the next layer, because the layer after that
-        one is then gathered into the same buffer.
+        kernels that read layer i's weight before it unshards layer i + 1, because that call launches
+        the gather of layer i + 2 into layer i's buffer.
         """
         param = self.sharded_params[module]
         unit = param.unit

@@ -71,6 +71,8 @@ class CommStream:
 
         Call it after the last read of a buffer is launched on the current stream, because from
         there on the buffer may be overwritten. In the test, a later read then gives wrong numbers.
+        (This is not Tensor.record_stream, and protects nothing. The buffer is safe because whoever
+        fills it again first waits for an event.)
         """
 
 

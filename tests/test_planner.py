@@ -182,7 +182,9 @@ def test_sizes_are_said_in_a_unit_that_shows_them():
     (of_device,) = re.findall("^MiB of a device: (.*); (.*) in all$", text, re.MULTILINE)
     assert sum(map(float, re.findall("[0-9.]+", of_device[0]))) == approx(float(of_device[1]), 0.01)
     assert "0.0 GiB" not in text
-    with raises(ValueError, match=r"--host-memory 1048576.0 GiB is too much: .* allows [0-9.]+ [GM]iB. "):
+    with raises(
+        ValueError, match=r"--host-memory 1048576.0 GiB is too much: .* allows [0-9.]+ [GM]iB. "
+    ):
         streams.host_budget(1, 2**50)
 
 
