@@ -103,8 +103,8 @@ class TensorParallel:
         self.set_mode(mode)
 
     def select_tp_tokens(self, positions: Tensor) -> Tensor:
-        """Return the positions of the tokens that this rank has between a layer's products, (..., t)
-        in msp and fsp. positions (..., T/sp): of all tokens of the tensor-parallel group."""
+        """Return the positions of the tokens that this rank has between a layer's products. In msp
+        and fsp these are (..., t). positions (..., T/sp): of all tokens of the group."""
         if self.splits_tokens:
             return positions.chunk(self.tp, -1)[self.tp_rank]
         return positions
