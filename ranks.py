@@ -164,7 +164,7 @@ class Groups:
 
 
 class ConfigError(ValueError):
-    """An error that the user can mend, in a flag, a file or a layer. All ranks raise the same one."""
+    """An error that a user can mend, in a flag, a file or a layer. All ranks raise the same one."""
 
 
 def print0(*text) -> None:
