@@ -43,7 +43,9 @@ from pathlib import Path
 import numpy as np
 
 SCAN_TOKENS = 2**24  # tokens that check_tokens reads at a time
-SEGMENT_CHARS = 2**17  # the tokenizer gets so many characters at a time, and the rest of the line
+SEGMENT_CHARS = (
+    2**17
+)  # the tokenizer reads this many characters at a time, then to the end of the line
 
 
 # ---------------------------------------------------------------------------- opening files safely

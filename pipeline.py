@@ -103,7 +103,7 @@ def pipeline_order(stage: int, stages: int, virtual_stages: int, micro_batches: 
     forward = [Pass(True, micro_batch, v) for micro_batch, v in turns]
     backward = [Pass(False, micro_batch, virtual_stages - 1 - v) for micro_batch, v in turns]
 
-    # The warm-up of stage s has so many forward passes, as in Megatron:
+    # The warm-up of stage s has this many forward passes, as in Megatron:
     #     V = 1:   P - 1 - s                     one per later stage
     #     V > 1:   (V - 1) P + 2 (P - 1 - s)     P micro-batches through all virtual stages but the
     #                                            last one, and two per later stage

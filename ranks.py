@@ -42,7 +42,7 @@ import torch
 import torch.distributed as dist
 
 BEAT_S = 2.0  # seconds between two beats of a rank (see heartbeat)
-# A rank that has not beaten for so many beats counts as dead. Each rank counts its own beats, and
+# A rank that has not beaten for this many beats counts as dead. Each rank counts its own beats, and
 # compares no times, so the clocks of hosts may differ
 SILENT_BEATS = 10
 

@@ -181,8 +181,8 @@ class Config(Constraints):
     seq: int | None = flag(
         None, "tokens per sequence; auto: 256 for tiny, else 4096", 1, 2**40)
     steps: int = flag(
-        200, "steps of the whole run, with those before a resume. 0: initialise, save and export; "
-        "with --eval-every 1, evaluate and do not save", 0, 2**40)
+        200, "steps of the whole run, including those before a resume. 0: initialise, save and "
+        "export; with --eval-every 1 also evaluate, but do not save", 0, 2**40)
     lr: float | None = flag(
         None, "peak learning rate; auto: 3e-3 for tiny, 6e-4 for 160m, 2e-5 with --init, else 3e-4",
         0, 1e30)
