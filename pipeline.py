@@ -1,8 +1,8 @@
 """Pipeline parallelism: stages run passes in a fixed order, and send messages to each other.
 
-The model's layers lie on P stages. A stage is a group of ranks, which share model states and
-sequences among themselves as if there were no other stage. The embedding is on the first stage, the
-head on the last.
+The model's layers are divided into P stages. A stage is a group of ranks, which share model states
+and sequences among themselves as if there were no other stage. The embedding is on the first stage,
+the head on the last.
 
 With --pp-chunks V, each stage has V *virtual stages* (Megatron's interleaving; InternEvo's
 num_chunks). A virtual stage is a range of layers, and its number is 0 ... V-1 on its stage. A
@@ -13,38 +13,42 @@ sequence then goes round the stages V times. Example: 8 layers, P = 2, V = 2.
 
 A step has M micro-batches. A *pass* takes one micro-batch through one virtual stage, forward or
 backward. `pipeline_order` lists the passes of a stage: first some forward passes (the warm-up),
-then one forward and one backward pass in turn (1F1B), then the backward passes that are left. Time
-goes to the right. 0 is the forward pass of micro-batch 0; aa is its backward pass, which takes
-twice as long; dots are idle time:
+then one forward and one backward pass in turn (1F1B), then the backward passes that are left. In
+this picture time goes to the right. 0 is the forward pass of micro-batch 0. aa is its backward
+pass, which takes twice as long. Dots are idle time:
 
-              P = 4, M = 4            P = 4, M = 4, V = 2
+              P = 4, M = 4, V = 1     P = 4, M = 4, V = 2
     stage 0   0123......aa.bb.cc.dd   01230123......aa.bb.cc.ddaabbccdd
     stage 1   .012....aa3bb.cc.dd..   .01230123...aa.bb.cc.ddaabbccdd..
     stage 2   ..01..aa2bb3cc.dd....   ..0123012.aa3bb.cc.ddaabbccdd....
     stage 3   ...0aa1bb2cc3dd......   ...01230aa1bb2cc3ddaabbccdd......
 
+With V = 2 a virtual stage has half as many layers, so a character of the right picture stands for
+half the time: the step takes 33 / 2 = 16.5 units instead of 21. In general
+
     idle / total = (P - 1) / (V*M + P - 1),    if all virtual stages take equally long
 
-So a larger V makes the idle time smaller, as a larger M does.
+Here this is 3/7 for V = 1, and 3/11 for V = 2. A larger M makes it smaller, too.
 
 A forward pass sends activations x to the next stage, and a backward pass sends their gradient dx to
-the stage before. Each pair of neighbouring stages has one communicator for x and one for dx, and
-each communicator has a stream of its own. So forward messages travel under backward passes, and
-backward messages under forward passes. On GPUs only compute waits for a message; the host does not.
+the stage before. A *link* carries the messages of one kind, x or dx, between two neighbouring
+stages. Each link has a communicator of its own, and so a stream of its own. So x overlaps with
+backward passes, and dx with forward passes. On GPUs only the compute stream waits for a message;
+the host does not.
 
-    a message is    launched                            hidden under      waited for
-    sent            after the pass that computes it     the next passes   when the link has launched
-                                                                          two more messages
-    received        before the pass that precedes       that pass         before the pass that
-                    the one that needs it                                 needs it
+    message     launched                             overlaps with      compute waits for it
+    sent        after the pass that computes it      the next passes    when its link has launched
+                                                                        two more messages
+    received    one pass early: before pass i - 1,   pass i - 1         before pass i
+                if pass i needs it
 
-Without `pipeline` in --overlap, receiving is launched right before the pass that needs the message.
+Without `pipeline` in --overlap, receiving is launched right before pass i, and is exposed.
 
 Left out: separate passes for the gradients of weights (zero bubble), which need more memory than
 long sequences leave; embedding and head split along the vocabulary.
 
-Legend: P stages, V virtual stages per stage, L layers, M micro-batches per step, B sequences per
-micro-batch, n tokens per sequence on a rank, C width.
+Legend: P stages, V virtual stages per stage, M micro-batches per step, B sequences per micro-batch,
+T tokens per sequence, n of them on a rank between a layer's products, C width.
 """
 
 import functools
@@ -73,7 +77,7 @@ class Pass:
 
 
 def why_no_order(stages: int, virtual_stages: int, micro_batches: int) -> str | None:
-    """Return why these numbers have no order of passes, or None if they have one.
+    """Return why no order of passes exists for these numbers, or None if one exists.
     virtual_stages: V, on each stage."""
     if virtual_stages == 1 or micro_batches % stages == 0:
         return None
@@ -91,7 +95,7 @@ def pipeline_order(stage: int, stages: int, virtual_stages: int, micro_batches: 
     virtual stages in reverse.
     """
     assert why_no_order(stages, virtual_stages, micro_batches) is None
-    turns = []  # (micro-batch, virtual stage) of each forward pass
+    turns = []  # (micro-batch, virtual stage) of each forward pass, in order
     for first in range(0, micro_batches, stages):
         group = range(first, min(first + stages, micro_batches))
         for virtual_stage in range(virtual_stages):
@@ -99,12 +103,12 @@ def pipeline_order(stage: int, stages: int, virtual_stages: int, micro_batches: 
     forward = [Pass(True, micro_batch, v) for micro_batch, v in turns]
     backward = [Pass(False, micro_batch, virtual_stages - 1 - v) for micro_batch, v in turns]
 
-    # Forward passes before the first pair, of stage s (as in Megatron):
+    # The warm-up of stage s has this many forward passes, as in Megatron:
     #     V = 1:   P - 1 - s                     one per later stage
     #     V > 1:   (V - 1) P + 2 (P - 1 - s)     P micro-batches through all virtual stages but the
     #                                            last one, and two per later stage
-    # So on the last stage, micro-batch 0 goes backward as soon as it is through the last virtual
-    # stage.
+    # So on the last stage, the first backward pass follows directly after micro-batch 0 has gone
+    # forward through the last virtual stage.
     stages_after = stages - 1 - stage
     if virtual_stages == 1:
         warm_up = stages_after
@@ -123,9 +127,9 @@ def max_in_flight(order: list[Pass], virtual_stage: int) -> int:
     """Return the most micro-batches that have gone forward through a virtual stage and wait for
     their backward pass there."""
     waiting = most = 0
-    for one in order:
-        if one.virtual_stage == virtual_stage:
-            waiting += 1 if one.forward else -1
+    for step_pass in order:
+        if step_pass.virtual_stage == virtual_stage:
+            waiting += 1 if step_pass.forward else -1
             most = max(most, waiting)
     return most
 
@@ -134,10 +138,13 @@ def max_in_flight(order: list[Pass], virtual_stage: int) -> int:
 
 
 def keep_stage(model: LLaMA, stage: int, stages: int, virtual_stages: int) -> list[range]:
-    """Remove from a model what lies on other stages. Returns the layers of each virtual stage; the
-    lengths of any two differ by at most one layer."""
+    """Remove the layers, embedding and head of the other stages from a model.
+
+    Returns the layers of each virtual stage of this stage. The numbers of layers of any two virtual
+    stages differ by at most one.
+    """
     layers = model.cfg.layers
-    count = stages * virtual_stages  # ranges of layers on all stages together
+    count = stages * virtual_stages  # virtual stages of the whole model
     kept = [
         range(i * layers // count, (i + 1) * layers // count) for i in range(stage, count, stages)
     ]
@@ -157,9 +164,9 @@ def keep_stage(model: LLaMA, stage: int, stages: int, virtual_stages: int) -> li
 class Link:
     """Messages of one kind, x or dx, between this stage and a neighbour, in order.
 
-    A message starts when compute has run what was enqueued before. It travels on the stream that
-    NCCL has for the link's communicator, or on gloo's threads. `wait()` of a launched message lets
-    compute wait for it; with gloo it lets the host wait.
+    A message starts when the compute stream has run everything that the host enqueued before it. It
+    runs on the stream that NCCL has for the link's communicator, or on gloo's threads. After
+    `wait()` the compute stream waits for the message; with gloo, the host waits.
     """
 
     def __init__(self, group: dist.ProcessGroup):
@@ -176,13 +183,14 @@ class Link:
         return dist.batch_isend_irecv([message])[0]
 
     def send(self, x: Tensor) -> None:
-        """Launch sending x. Two messages may be under way; more would take memory."""
+        """Launch sending x. At most two messages are being sent at a time, because each one holds
+        its tensor."""
         x = x.contiguous()
         self.sending.append((x, self.launch(dist.isend, x)))
         self.finish(2)  # for the message before these two, hidden by the passes since then
 
     def finish(self, under_way: int = 0) -> None:
-        """Let compute wait until at most `under_way` of the messages that were sent are left."""
+        """Let compute wait until at most `under_way` messages are still being sent."""
         while len(self.sending) > under_way:
             _, work = self.sending.popleft()
             work.wait()
@@ -212,16 +220,18 @@ class Links:
 
 def make_links(groups: Groups, virtual_stages: int) -> Links:
     """Make this stage's links. Each pair of neighbours has a communicator for x and another one for
-    dx, so that no message waits for those of another link. A collective of all ranks.
+    dx, so that no message waits for a message of another link. A collective of all ranks.
 
-    If V > 1, the stage after the last one is the first one.
+    If V > 1, the stage after the last one is the first one: a sequence goes round.
     """
     links = Links()
     pairs = groups.pp if virtual_stages > 1 else groups.pp - 1
     for before in range(pairs):
         after = (before + 1) % groups.pp
 
-        def pair_of(stage, r, tp_rank):  # ranks of one pair have the same key
+        # Rank (before, r, tp_rank) and rank (after, r, tp_rank) get the same key, so they are a
+        # pair. A rank of any other stage is alone with its key
+        def pair_of(stage, r, tp_rank):
             return r, tp_rank, (before if stage == after else stage)
 
         for_x = groups.by_position(f"x from stage {before}", pair_of)
@@ -240,65 +250,67 @@ def make_links(groups: Groups, virtual_stages: int) -> Links:
 
 @dataclass(eq=False, repr=False)
 class Pipeline:
-    """One stage of a model. It trains and evaluates by the same two calls as a LLaMA:
-    forward_backward(micro_batches), and pipeline(*micro_batch). Making one is a collective of all
-    ranks."""
+    """One stage of a model. It has the same two calls as a LLaMA: forward_backward(micro_batches)
+    trains, and pipeline(*micro_batch) evaluates. Making one is a collective of all ranks."""
 
     model: LLaMA  # after keep_stage
-    virtual_stages: list[range]  # the layers of each, from keep_stage
-    layer_runners: list  # of each virtual stage: model.run_blocks, offload.ChunkedLayers.start ...
+    virtual_stages: list[range]  # the layers of each virtual stage, from keep_stage
+    # what runs the layers of each virtual stage: model.run_blocks, ChunkedLayers.start ...
+    layer_runners: list
     groups: Groups
-    order: list[Pass]  # of a step
+    order: list[Pass]  # the passes of a step, from pipeline_order
     device: torch.device
     dtype: torch.dtype  # of activations
     overlap: bool = True  # receive a message one pass ahead
 
     def __post_init__(self):
         self.links = make_links(self.groups, len(self.virtual_stages))
-        # run_detached wants a tensor that requires gradients, so that autograd makes a graph
+        # run_detached needs a tensor that requires a gradient, so that autograd records a graph
         self.root = torch.zeros((), device=self.device, requires_grad=True)
 
     def has_embedding(self, virtual_stage: int) -> bool:
-        """Return whether this is the first virtual stage of the model: tokens go in."""
+        """Return whether this is the model's first virtual stage, whose input is tokens."""
         return self.model.embed is not None and virtual_stage == 0
 
     def has_head(self, virtual_stage: int) -> bool:
-        """Return whether this is the last virtual stage of the model: the loss comes out."""
+        """Return whether this is the model's last virtual stage, whose result is the loss."""
         return self.model.head is not None and virtual_stage == len(self.virtual_stages) - 1
 
     def empty_message(self, micro_batch: tuple) -> Tensor:
-        """Return an uninitialised tensor like x and dx between stages, (B, n, C)."""
+        """Return an uninitialised tensor of the shape of a message, x or dx: (B, n, C)."""
         tokens, *_ = micro_batch
         return torch.empty(*tokens.shape, self.model.cfg.dim, dtype=self.dtype, device=self.device)
 
     def post_receive(
-        self, one: Pass, micro_batch: tuple
+        self, needed_by: Pass, micro_batch: tuple
     ) -> tuple[dist.Work, Tensor] | tuple[None, None]:
         """Launch receiving the message that a pass needs. Returns the work to wait for, and the
-        tensor that will hold the message; (None, None) if the pass needs no message, because it
-        starts from tokens or from the loss."""
-        if one.forward:
-            needs_none = self.has_embedding(one.virtual_stage)
+        tensor that will hold the message. If the pass starts from tokens or from the loss, it needs
+        no message, and (None, None) is returned."""
+        if needed_by.forward:
+            needs_none = self.has_embedding(needed_by.virtual_stage)
         else:
-            needs_none = self.has_head(one.virtual_stage)
+            needs_none = self.has_head(needed_by.virtual_stage)
         if needs_none:
             return None, None
         x = self.empty_message(micro_batch)
-        return self.links.incoming(one.forward).launch(dist.irecv, x), x
+        return self.links.incoming(needed_by.forward).launch(dist.irecv, x), x
 
     def run_virtual_stage(
         self, virtual_stage: int, micro_batch: tuple, per_token: bool, x: Tensor | None = None
     ) -> Tensor:
-        """Run the layers of a virtual stage on x (B, n, C). Returns their result (B, n, C). x is
-        None if the virtual stage has the embedding. If it has the head, it returns the loss
-        instead; with per_token, the loss of each token."""
+        """Run the layers of a virtual stage on x (B, n, C), and return their result (B, n, C).
+
+        If the virtual stage has the embedding, x is None. If it has the head, the result is the
+        loss, or with per_token the loss of each token.
+        """
         tokens, labels, scale, positions, *documents = micro_batch
         positions_of_x = self.model.select_tp_tokens(positions)
         if x is None:
             x = self.model.embed_tokens(tokens, positions_of_x)
         layers = self.virtual_stages[virtual_stage]
-        start = self.layer_runners[virtual_stage]
-        y = self.model.run_layers(layers, start, x, positions, *documents)
+        layer_runner = self.layer_runners[virtual_stage]
+        y = self.model.run_layers(layers, layer_runner, x, positions, *documents)
         if self.has_head(virtual_stage):
             return self.model.apply_head(y, labels, scale, per_token, positions_of_x)
         return y
@@ -306,46 +318,48 @@ class Pipeline:
     # -- a step
 
     def forward_backward(self, micro_batches: Iterable[tuple]) -> Tensor:
-        """Run the passes of a step. A micro-batch is the arguments of LLaMA.forward. Returns the
-        sum of the losses on the last stage, and 0 on the others.
+        """Run the passes of a step. A micro-batch is a tuple of the arguments of LLaMA.forward.
+        Returns the sum of the losses on the last stage, and 0 on the remaining stages.
 
         Each turn of the loop runs one pass:
 
-            1. launch receiving the message of the next pass
-            2. wait for the message of this pass
+            1. launch receiving the message that the next pass needs
+            2. wait for the message that this pass needs
             3. run the virtual stage forward, which saves a graph; or run that graph backward
-            4. send the result, unless it is the loss or the gradient of tokens
+            4. send the result; the loss is kept, and backward of the embedding has no result
         """
         micro_batches = list(micro_batches)
         loss = torch.zeros((), device=self.device, dtype=accumulation_dtype(self.dtype))
-        backward_fns = {}  # (micro-batch, virtual stage): the backward of a pass that went forward
+        backward_fns = {}  # (micro-batch, virtual stage) -> backward of the graph that is saved
 
-        def post(one: Pass) -> tuple:
-            return self.post_receive(one, micro_batches[one.micro_batch])
+        def post(needed_by: Pass) -> tuple:
+            return self.post_receive(needed_by, micro_batches[needed_by.micro_batch])
 
         posted = deque()  # (work, x) of each message that is being received
         if self.overlap:
             posted.append(post(self.order[0]))
-        for i, one in enumerate(self.order):
-            ahead = i + 1 if self.overlap else i  # whose message to launch now, hidden by pass i
+        for i, this_pass in enumerate(self.order):
+            # the pass whose message to receive now. If that is the next pass, this one hides it
+            ahead = i + 1 if self.overlap else i
             if ahead < len(self.order):
                 posted.append(post(self.order[ahead]))
             work, x = posted.popleft()
             if work:
                 work.wait()  # for this pass's message, hidden by the pass before
 
-            key = one.micro_batch, one.virtual_stage
-            if one.forward:
-                micro_batch = micro_batches[one.micro_batch]
-                backward_fns[key], results = self.run_forward(one.virtual_stage, x, micro_batch)
-            else:  # x is a gradient; None: that of the loss
+            virtual_stage = this_pass.virtual_stage
+            key = this_pass.micro_batch, virtual_stage
+            if this_pass.forward:
+                micro_batch = micro_batches[this_pass.micro_batch]
+                backward_fns[key], results = self.run_forward(virtual_stage, x, micro_batch)
+            else:  # x is the gradient dx; None: backward starts from the loss
                 results = backward_fns.pop(key)([x])
 
-            if one.forward and self.has_head(one.virtual_stage):
+            if this_pass.forward and self.has_head(virtual_stage):
                 loss += results[0]
             else:
-                for y in results:  # one message; none if the pass ends with the gradient of tokens
-                    self.links.outgoing(one.forward).send(y)
+                for y in results:  # one message, or none after backward of the embedding
+                    self.links.outgoing(this_pass.forward).send(y)
         self.links.finish()  # exposed: no pass is left to hide the last message
         return loss
 
@@ -355,8 +369,9 @@ class Pipeline:
         """Run a virtual stage forward. Returns its backward function, which holds its graph, and a
         list of its one result (see ops.run_detached).
 
-        If the virtual stage has the head, the graph also holds the head's gradient, which is as
-        large as the head; but its backward is the next pass.
+        If the virtual stage has the head, the graph also holds the gradient of the head's weight,
+        because ops.head_loss computes it in forward. Only one such graph exists at a time, since
+        its backward is the next pass.
         """
         inputs = [] if x is None else [x]
         run = functools.partial(self.run_virtual_stage, virtual_stage, micro_batch, False)
@@ -364,12 +379,14 @@ class Pipeline:
 
     def warm_up(self, micro_batch: tuple) -> None:
         """Run all virtual stages once, forward and backward, on zeros and without messages. Call it
-        before the first step, since it spoils the gradients.
+        before the first step, because it changes the gradients.
 
-        Some things wait for the whole device when they first run: compilers, loaders, and memory
-        that ranks map from each other. In a step they would also wait for a message, and its sender
-        may be waiting for this stage. Raises ConfigError if a virtual stage returns another dtype
-        than messages have. A collective of all ranks.
+        Why: some things wait for the whole device when they first run, such as the compiler, the
+        loading of kernels, and the mapping of other ranks' memory. In the middle of a step they
+        would also wait for a message, whose sender may be waiting for this stage: a deadlock.
+
+        Raises ConfigError if a virtual stage returns another dtype than messages have. A collective
+        of all ranks.
         """
         error = ""
         for virtual_stage in range(len(self.virtual_stages)):
@@ -387,7 +404,9 @@ class Pipeline:
                     f"are {self.dtype}. Let the last layer of each virtual stage cast its result"
                 )
             backward(results)
-        if self.root.is_cuda:  # sums over replicas must not meet those of the first step
+        if self.root.is_cuda:
+            # the gradients' sums over replicas must end before the first step launches collectives
+            # on other communicators
             torch.cuda.synchronize()
         if error := first_error(error):
             raise ConfigError(error)
@@ -396,8 +415,8 @@ class Pipeline:
 
     @torch.no_grad()
     def __call__(self, *micro_batch, per_token: bool = True) -> Tensor:
-        """Return the loss of each token (B, T) on the last stage, as LLaMA.forward with per_token
-        does; zeros on the other stages."""
+        """Return the loss of each token (B, n) on the last stage, as LLaMA.forward with per_token
+        does. On the remaining stages return zeros."""
         assert per_token, "a stage has no logits of its own"
         losses = torch.zeros_like(micro_batch[0], dtype=accumulation_dtype(self.dtype))
         for virtual_stage in range(len(self.virtual_stages)):

@@ -1,28 +1,29 @@
 """Start the ranks, let them agree, and name a rank that dies.
 
-A rank is a process with a device of its own. torchrun starts one rank per GPU on every node, and
-restarts all of them when one dies. This file settles what can go wrong between them:
+A rank is a process. On GPUs, torchrun starts one rank per GPU on every node, and with
+--max-restarts it restarts all of them when one dies. This file handles what can go wrong between
+ranks. Its functions are collectives, which all ranks must call, if their docstrings say so:
 
-    use_more_queues()         let no CUDA stream hold up another one
+    use_more_queues()         give each CUDA stream its own queue, so that none holds up another
     start_ranks(timeout)      join the other ranks, also after a restart
-    Groups(timeout)           make process groups: ranks with the same key communicate
+    Groups(timeout, tp, pp)   make process groups: ranks with the same key communicate
     print0(text)              print on rank 0 only
     all_or_none(check, x)     run check(x) on all ranks; if it fails on one, all ranks raise
     on_rank_0(work, x)        run work(x) on rank 0 only; all ranks get its result
     gather_objects(value)     all ranks get the values of all ranks
     first_error(text)         all ranks get the first error of any rank
-    check_same(facts)         all ranks raise if they were not started alike
-    patient_group()           a group that waits for a rank longer than --timeout
+    check_same(facts)         all ranks raise if a fact, such as a flag, differs between ranks
+    patient_group()           a group whose collectives may take longer than --timeout
     with heartbeat(...):      if a rank is dead or unreachable, the remaining ranks name it and end
 
 If a check fails on one rank only, the remaining ranks go on to a collective that this rank never
-joins. So a check that may do this goes through all_or_none:
+joins. So every check that may fail on some ranks only goes through all_or_none:
 
-    device = all_or_none(choose_device, cfg, local_rank)    # rank 5 has none: all ranks raise
+    device = all_or_none(choose_device, cfg, local_rank)    # rank 5 has no GPU: all ranks raise
 
 Left out: another number of ranks after a restart; torchrun's own time-outs; restarts of several
-nodes whose torchruns share one store. There the torchruns count restarts differently, which
-README's `export` for several nodes avoids.
+nodes whose torchruns share one store, because these torchruns may count restarts differently. The
+README's script for several nodes avoids such a store (TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1).
 """
 
 import contextlib
@@ -40,18 +41,19 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-BEAT_S = 2.0  # seconds between two beats of a rank
-SILENT_BEATS = 10  # beats without a sign of a rank, after which the remaining ranks end. Each rank
-# counts its own beats and compares no times, so hosts' clocks may differ
+BEAT_S = 2.0  # seconds between two beats of a rank (see heartbeat)
+# A rank that has not beaten for this many beats counts as dead. Each rank counts its own beats, and
+# compares no times, so the clocks of hosts may differ
+SILENT_BEATS = 10
 
 # ---------------------------------------------------------------------------- start
 
 
 def use_more_queues() -> None:
-    """Give each CUDA stream a hardware queue of its own. Call this before CUDA starts.
+    """Give each of up to 32 CUDA streams a hardware queue of its own. Call this before CUDA starts.
 
-    By default a GPU has 8 queues, which streams share. Then a message that waits could hold up the
-    message that it waits for.
+    By default there are 8 queues, so streams share them. Then a message that waits for another rank
+    could hold up the very message that the other rank waits for.
     """
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
 
@@ -59,14 +61,14 @@ def use_more_queues() -> None:
 def start_ranks(timeout: float) -> tuple[int, int, int]:
     """Join torchrun's ranks, or start as the only rank. Returns (rank, world size, local rank).
 
-    timeout: of collectives, in seconds. On a CPU, several ranks compute with one thread each; a
-    single rank uses OMP_NUM_THREADS threads, or as many as it has cores.
+    timeout: of collectives, in seconds. This also sets the number of CPU threads. Several ranks
+    have one thread each. A single rank has OMP_NUM_THREADS threads, or else one per core.
     """
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
     limit = timedelta(seconds=timeout)
     if "RANK" in os.environ:
         store, rank, world = next(dist.rendezvous("env://", timeout=limit))
-        # torchrun's store outlives dead ranks: each start gets keys of its own in it
+        # torchrun's store outlives dead ranks. A prefix gives each restart keys of its own in it
         if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
             store = dist.PrefixStore(os.environ["TORCHELASTIC_RESTART_COUNT"], store)
     else:
@@ -77,14 +79,15 @@ def start_ranks(timeout: float) -> tuple[int, int, int]:
     # different numbers. So the number is fixed here, and losses are reproducible.
     if world > 1:
         torch.set_num_threads(1)
-    elif "OMP_NUM_THREADS" not in os.environ:  # PyTorch has read it already
+    elif "OMP_NUM_THREADS" not in os.environ:  # if it is there, PyTorch has read it already
         torch.set_num_threads(len(os.sched_getaffinity(0)))
     return rank, world, dist.get_node_local_rank(0)
 
 
 # ---------------------------------------------------------------------------- groups
 
-# None as an argument of a collective: all ranks; None from Groups: this rank is alone
+# A process group. As an argument of a collective, None means all ranks. From Groups, None means
+# that this rank is alone in its group, so there is nothing to communicate
 Group = dist.ProcessGroup | None
 
 # torch 2.13 renames the flat collectives and deprecates the old names; 2.11 has only the old names
@@ -95,20 +98,21 @@ reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sca
 class Groups:
     """The process groups of this rank, each made once.
 
-    Groups with different names have different communicators, so what two streams launch does not
-    wait for each other.
+    Groups with different names have different communicators, so collectives of one name do not
+    wait for collectives of another name.
 
-    Ranks are numbered stage by stage (`stage`, of pp in a pipeline). In a stage, tp neighbours are
-    a tensor-parallel group, and `tp_rank` is a rank's number in it. Model states and sequences are
-    shared by the ranks with the same stage and tp_rank. `rank` (0 ... `ranks` - 1) is a rank's
-    number among them.
+    Global ranks are numbered stage by stage: a pipeline has pp stages, and `stage` is a rank's
+    stage. In a stage, tp neighbours are a tensor-parallel group, and `tp_rank` is a rank's number
+    in it. The ranks with the same stage and tp_rank share model states and sequences among them.
+    `ranks` says how many these are, and `rank` (0 ... ranks - 1) is a rank's number among them.
 
         pp = 2, tp = 2     global rank   0  1  2  3     4  5  6  7
                            stage         0  0  0  0     1  1  1  1
                            tp_rank       0  1  0  1     0  1  0  1
                            rank          0  0  1  1     0  0  1  1
 
-    A group is asked for by a key: ranks with the same key are a group. In this example
+    The caller passes a function that gives each rank a key, and the ranks with the same key are a
+    group. In this example, where r stands for `rank`:
 
         groups.get("pairs", lambda r: r // 2)
             global ranks {0, 2}, {1, 3}, {4, 6}, {5, 7}
@@ -127,7 +131,7 @@ class Groups:
         # (stage, rank, tp_rank) of each global rank
         self.positions = [*itertools.product(range(pp), range(self.ranks), range(tp))]
         self.stage, self.rank, self.tp_rank = self.positions[dist.get_rank()]
-        if torch.cuda.is_initialized():  # NCCL allocates its memory now, as in by_position
+        if torch.cuda.is_initialized():  # so that NCCL allocates memory now: see by_position
             dist.all_reduce(torch.zeros(1, device="cuda"))
 
     def get(self, name: str, key: Callable) -> Group:
@@ -143,10 +147,10 @@ class Groups:
             members.setdefault(key(stage, rank, tp_rank), []).append(global_rank)
         groups = [ranks for ranks in members.values() if len(ranks) > 1]
 
-        known_as = name, str(groups)
-        if groups and known_as not in self.made:
-            self.made[known_as], _ = dist.new_subgroups_by_enumeration(groups, self.timeout)
-        group = self.made.get(known_as)
+        made_key = name, str(groups)
+        if groups and made_key not in self.made:
+            self.made[made_key], _ = dist.new_subgroups_by_enumeration(groups, self.timeout)
+        group = self.made.get(made_key)
         if group and torch.cuda.is_initialized():
             # NCCL allocates its memory at a group's first collectives. They run now, because in the
             # middle of a step there may be no memory left.
@@ -160,7 +164,7 @@ class Groups:
 
 
 class ConfigError(ValueError):
-    """Bad input, found before any work begins. All ranks raise the same one."""
+    """An error that a user can mend, in a flag, a file or a layer. All ranks raise the same one."""
 
 
 def print0(*text) -> None:
@@ -168,7 +172,7 @@ def print0(*text) -> None:
     if not dist.is_initialized() or dist.get_rank() == 0:
         try:
             print(*text, flush=True)
-        except BrokenPipeError:  # Ctrl-C has ended the `tee` that reads the output
+        except BrokenPipeError:  # for example, Ctrl-C has ended the `tee` that reads the output
             # the run goes on without output, because it still has to save
             sys.stdout = open(os.devnull, "w")
 
@@ -181,14 +185,16 @@ def gather_objects(value, group: Group = None) -> list:
 
 
 def first_error(error: str, group: Group = None) -> str:
-    """Return the first error of any rank, with the ranks that have one; "" if no rank has one. A
-    collective of all ranks. error: this rank's, or ""."""
+    """Return the first error of any rank, and which ranks have one; "" if no rank has one.
+    error: this rank's error, or "". A collective of all ranks."""
     return merge_errors(gather_objects(error, group))
 
 
 def merge_errors(errors: list[str]) -> str:
-    """Return the first error of a list, in which each rank has an error or "". It ends with the
-    ranks that have an error, unless all have one. Returns "" if none has one."""
+    """Return the first error of a list that has an error or "" for each rank; "" if there is none.
+
+    If only some ranks have an error, the text ends with them: "no such file (on ranks [1, 3])".
+    """
     failed = [rank for rank, error in enumerate(errors) if error]
     if not failed:
         return ""
@@ -204,16 +210,16 @@ class UnexpectedError(RuntimeError):
 
 
 def all_or_none(check, *args, group: Group = None):
-    """Return check(*args) of this rank, if it fails on no rank. Otherwise all ranks raise the same
-    error, so that no rank waits for another:
+    """Run check(*args) on every rank, and return this rank's result if no rank fails. If a rank
+    fails, all ranks raise the same error, so that no rank waits for another:
 
         check raises on some rank           all ranks raise
         ValueError, OSError, MemoryError    ConfigError: a user can mend it
         torch.OutOfMemoryError              torch.OutOfMemoryError
         any other Exception                 UnexpectedError, with the traceback
 
-    If ranks fail in different ways, UnexpectedError comes before out of memory, and out of memory
-    before ConfigError.
+    If ranks fail in different ways, all raise UnexpectedError if one of them would, else
+    torch.OutOfMemoryError, else ConfigError.
 
     A collective of all ranks, which waits for the slowest one up to the timeout of `group`. So
     check itself must not contain a collective.
@@ -235,7 +241,8 @@ def all_or_none(check, *args, group: Group = None):
         ("memory", torch.OutOfMemoryError),
         ("config", ConfigError),
     ):
-        texts = [text if failure == kind else "" for failure, text in failures]
+        # each rank's error if it is of this kind, else ""
+        texts = [text if failed_by == kind else "" for failed_by, text in failures]
         if any(texts):
             raise error(merge_errors(texts))
     return result
@@ -261,15 +268,15 @@ def patient_group() -> dist.ProcessGroup:
 
 
 def check_same(facts: dict[str, object]) -> None:
-    """Raise ConfigError on all ranks if a fact differs between ranks. facts: name -> value. A
-    collective of all ranks."""
-    of_rank_0, *of_others = gather_objects(facts)
-    for rank, theirs in enumerate(of_others, 1):
-        for name, value in theirs.items():
-            if value != of_rank_0[name]:
+    """Raise ConfigError on all ranks if a fact differs between ranks. facts: name -> value, this
+    rank's, with the same names on all ranks. A collective of all ranks."""
+    facts_of_rank_0, *facts_of_others = gather_objects(facts)
+    for rank, facts_of_rank in enumerate(facts_of_others, 1):
+        for name, value in facts_of_rank.items():
+            if value != facts_of_rank_0[name]:
                 raise ConfigError(
-                    f"ranks were started differently: {name} is {of_rank_0[name]} on rank 0, "
-                    f"{value} on rank {rank}"
+                    f"ranks were started differently: {name} is {facts_of_rank_0[name]} on rank "
+                    f"0, {value} on rank {rank}"
                 )
 
 
@@ -280,22 +287,26 @@ def check_same(facts: dict[str, object]) -> None:
 def heartbeat(rank: int, world: int, advice: str):
     """End this process if a rank is dead or unreachable, because a collective with it would hang.
 
-        who writes     a thread of each rank, every BEAT_S seconds: the rank's name and the time,
-                       into the store on rank 0's node
-        who reads      the same thread reads the beats of all ranks
-        who is ended   the reader ends its own process, if a beat has not changed for SILENT_BEATS
-                       beats, or if the store has not answered for as long. It prints which rank is
-                       silent, and `advice`. All remaining ranks end in this way
-        who may stop   a rank whose `with` block ends writes "" as its last beat: nobody misses it
+    A thread of each rank does this every BEAT_S seconds while the `with` block runs:
 
-    The thread beats whatever the main thread waits for. A timer guards the store, because on a lost
-    node a call of the store hangs or raises. A collective of all ranks.
+        write    its beat, which is the rank's name and the time, to the store on rank 0's node
+        read     the beats of all ranks
+        judge    a rank is silent if its beat has not changed for SILENT_BEATS beats. Then print
+                 the name of the silent rank and `advice`, and end this process. All remaining ranks
+                 do the same, each by itself
+        timer    if the store has not answered for as long, rank 0's node may be lost, and calls of
+                 the store hang or raise. Then end this process, too
+
+    A rank whose `with` block has ended writes "" as its last beat, and never counts as silent. It
+    does not matter what the main thread waits for, because the beats come from their own thread.
+    A collective of all ranks.
     """
     if world == 1:
         yield
         return
 
-    # another client of the same store: a client has a lock, which a waiting main thread may hold
+    # A client of the store has a lock, which the main thread may hold while it waits. So the thread
+    # gets a client of its own
     store = dist.distributed_c10d._get_default_store().clone()
     keys = [f"beat-{r}" for r in range(world)]
     name = f"rank {rank} on host {os.uname().nodename} (process {os.getpid()})"
@@ -314,7 +325,8 @@ def heartbeat(rank: int, world: int, advice: str):
             file=sys.stderr,
             flush=True,
         )
-        # the store may be a part of this process, and the remaining ranks need it to find the same
+        # the store may run in this process, and the remaining ranks still need to read it to find
+        # the silent rank
         time.sleep(2 * BEAT_S)
         os._exit(1)
 
@@ -334,14 +346,15 @@ def heartbeat(rank: int, world: int, advice: str):
             if len(history) <= SILENT_BEATS:
                 continue
             for oldest, newest in zip(history[0], history[-1]):
-                stopped = newest == b""  # it has ended well
-                if oldest == newest and not stopped:
+                has_ended = newest == b""  # the rank's `with` block
+                if oldest == newest and not has_ended:
                     silent_rank = newest.decode().partition(":")[0]
                     end(f"{silent_rank} gave no sign for {silence_s:.0f} s: it")
         with contextlib.suppress(RuntimeError):  # the store may have ended with rank 0
             store.set(keys[rank], "")
 
-    all_or_none(store.set, keys[rank], name)  # so that each key exists when it is first read
+    # the first beat, so that each key exists when it is first read
+    all_or_none(store.set, keys[rank], name)
     thread = threading.Thread(target=beat, daemon=True)
     thread.start()
     error_of_all = None
@@ -350,10 +363,11 @@ def heartbeat(rank: int, world: int, advice: str):
     except (ConfigError, UnexpectedError) as error:  # all ranks raise it, and none is dead
         error_of_all = error
     except BaseException:
-        # exiting waits for communicators, and they may wait for a rank: kill this process in 10 s
+        # The exit waits for communicators, which may wait for another rank. So a signal kills this
+        # process in 10 s
         signal.alarm(10)
         raise
     finished.set()
-    thread.join(2 * BEAT_S)  # for the last beat
+    thread.join(2 * BEAT_S)  # it writes the last beat
     if error_of_all:
         raise error_of_all

@@ -1,16 +1,17 @@
 """Tensor parallelism: neighbouring ranks share a layer's matrices, in InternEvo's three modes.
 
 The tp ranks of a tensor-parallel group each hold some heads and some MLP features of every layer.
-As in Megatron, a pair of matrices is split so that nothing is exchanged between them. The first one
-(qkv, gate_up) is split by rows: every rank computes its own heads or features. The second one (out,
-down) is split by columns: every rank multiplies what it has, and gets a summand of y. If f is what
-lies between them, attention or SwiGLU, and W_r is what rank r holds of W:
+As in Megatron, a layer's matrices form pairs, and nothing is exchanged inside a pair. The first
+matrix W1 (qkv, gate_up) is split by rows: every rank computes its own heads or features. The second
+matrix W2 (out, down) is split by columns: every rank multiplies its own heads or features, and gets
+a summand of the result y. Let f be the operation between the two products, attention or SwiGLU, and
+let W_r be the rows or columns of W that rank r holds:
 
     y = f(x W1^T) W2^T = sum over r of  f(x W1_r^T) W2_r^T
 
 Example: the 7B model with tp = 2. Rank 1 holds the other half of each matrix.
 
-    matrix     whole            rank 0 holds                                 of shape
+    matrix     whole shape      rank 0 holds                                 its shape
     qkv        (12288, 4096)    the rows of heads 0-15 of q, of k and of v   (6144, 4096)
     out        (4096, 4096)     the columns of heads 0-15                    (4096, 2048)
     gate_up    (22016, 4096)    the rows of features 0-5503 of gate and up   (11008, 4096)
@@ -24,13 +25,15 @@ Before a run there are two calls, in this order:
                                            allocates anything
 
 A matrix says how it may be split (ops.Matrix: cut="rows", "columns" or "whole"). `split_model` sets
-its tp_input, tp_output and tp_prologue, which exchange tokens around the product. The table of
-`TensorParallel` says what they exchange in each mode.
+its tp_input, tp_output and tp_prologue. These are functions that exchange tokens before or after
+the product. The table of `TensorParallel` says what they exchange in each mode.
 
-Left out: splitting the embedding and the head along the vocabulary; hiding the exchanges.
+Left out: splitting the embedding and the head along the vocabulary; overlapping the exchanges with
+computation.
 
 Legend: tp ranks of a tensor-parallel group, tp_rank a rank's number in its group, B sequences, T
-tokens per sequence, sp ranks of a sequence-parallel group, t = T/sp/tp, C width.
+tokens per sequence, sp ranks of a sequence-parallel group, t = T/sp/tp tokens of a sequence that
+one rank has if tokens are split, C width.
 """
 
 import math
@@ -53,56 +56,62 @@ class TensorParallel:
     """The tensor-parallel group of this rank, and what its ranks exchange in each mode.
 
     mtp is Megatron's tensor parallelism. msp adds Megatron's sequence parallelism: between a
-    layer's products, each rank has t = T/sp/tp of the tokens. fsp saves less than msp, and gathers
-    once more: it saves x of a rank's own tokens only. What it gathers is a, the result of the
-    prologue before the product (usually norm(x)), in forward and again in backward.
+    layer's products, each rank has only t tokens of a sequence. fsp saves less than msp: only the
+    rank's own tokens of x. Its price is one more all-gather in backward.
 
-        mode   tokens of x    exchanged before a     exchanged after a      tokens of x
-               on a rank      "rows" product         "columns" product      saved for dW
-        mtp    T/sp           nothing                all-reduce y           T/sp
-                              nothing                all-reduce dy
-        msp    t              all-gather x           reduce-scatter y       T/sp
-                              reduce-scatter dx      all-gather dy
-        fsp    t              all-gather a           reduce-scatter y       t
-                              reduce-scatter da,     all-gather dy
-                              all-gather a again
+    The table uses these letters. A "rows" product computes a W^T, where its prologue (ops.Prologue)
+    has computed a from x, usually a = norm(x). y is the result of a "columns" product. dx, da and
+    dy are gradients.
 
-    The first line of a mode is its forward, the second one its backward. "rows" is what Megatron
-    calls column-parallel, and "columns" what it calls row-parallel. In all modes attention sees all
-    T/sp tokens of a rank's heads. Nothing hides these exchanges: the next operation needs their
-    result.
+        mode   tokens of x   pass       exchanged at         exchanged at        tokens of x
+               on a rank                a "rows" product     a "columns"         saved for
+                                                             product             backward
+        mtp    T/sp          forward    nothing              all-reduce y        T/sp
+                             backward   nothing              all-reduce dy
+        msp    t             forward    all-gather x         reduce-scatter y    T/sp
+                             backward   reduce-scatter dx    all-gather dy
+        fsp    t             forward    all-gather a         reduce-scatter y    t
+                             backward   reduce-scatter da,   all-gather dy
+                                        all-gather a for dW
 
-    In mtp, each rank computes embedding, final norm, head and loss of all its T/sp tokens. So every
-    label is counted tp times, and the loss is scaled by 1/tp. The gradient dh_r of the residual
-    stream on rank r is therefore a summand of the gradient dh:
+    "rows" is what Megatron calls column-parallel, and "columns" what it calls row-parallel. In all
+    modes attention sees all T/sp tokens of a rank's heads. All these exchanges are exposed, because
+    the next operation needs their result.
+
+    In mtp, each rank computes embedding, final norm, head and loss of all its T/sp tokens. So tp
+    ranks count the same label. train.valid_label_scale divides the loss by the number of all
+    counted labels, so each rank has 1/tp of a label's loss. Therefore the gradient dh_r of the
+    residual stream on rank r is only a summand of the gradient dh:
 
         dh = dh_0 + ... + dh_(tp-1)
 
     The all-reduce of dy makes the sum. dx of a "rows" product is a summand again, so nothing is
-    exchanged there. In msp and fsp, dh_r is the gradient of rank r's own tokens. One rule follows
-    for all modes: the gradient of a weight that is not split (embedding, head, norms, biases, and
-    matrices with cut="whole", such as a router) is a sum over the group.
+    exchanged there. In msp and fsp, dh_r is the gradient of rank r's own tokens. So one rule holds
+    in all modes: the gradient of a weight that is not split is the sum of the gradients on all
+    ranks of the group. Such weights are embedding, head, norms, biases, and matrices with
+    cut="whole", such as a router.
 
     In mtp, layers may run in token chunks, and each chunk makes these exchanges by itself. In msp
-    and fsp, layers run whole, since a rank would have a part of every chunk.
+    and fsp, layers run whole, because each token chunk would be spread over all ranks.
     """
 
     def __init__(self, mode: str, groups: Groups):
-        """A collective of all ranks."""
+        """Make the group. A collective of all ranks."""
         self.tp = groups.tp
         self.tp_rank = groups.tp_rank
         self.group = groups.by_position("tensor", lambda stage, r, tp_rank: (stage, r))
         self.set_mode(mode)
 
     def select_tp_tokens(self, positions: Tensor) -> Tensor:
-        """Return the positions of the tokens that this rank has between a layer's products.
-        positions (..., T/sp): those of the sequence-parallel rank's tokens."""
+        """Return the positions of the tokens that this rank has between a layer's products. In msp
+        and fsp these are (..., t). positions (..., T/sp): of all tokens of the group."""
         if self.splits_tokens:
             return positions.chunk(self.tp, -1)[self.tp_rank]
         return positions
 
     def set_mode(self, mode: str) -> None:
-        """Choose tp_input, tp_output and tp_prologue of a Matrix as the table says."""
+        """Choose the functions that a split Matrix gets (tp_input, tp_output, tp_prologue), as the
+        table says."""
         self.splits_tokens = mode != "mtp"
         self.tp_input = identity
         self.tp_prologue = identity
@@ -122,7 +131,8 @@ class TensorParallel:
         return parts.movedim(0, -3).flatten(-3, -2)  # a view if B is 1
 
     def all_reduce_tokens(self, x: Tensor) -> Tensor:
-        """Sum over all ranks (B, T/sp, C). x stays as it is."""
+        """Return the sum of x (B, T/sp, C) over all ranks. x itself stays as it is, because others
+        may use it: dy, for example, is also the gradient of the residual stream."""
         x = x.clone()
         dist.all_reduce(x, group=self.group)
         return x
@@ -140,12 +150,12 @@ class TensorParallel:
         then gathers a of all tokens (B, T/sp, C)."""
 
         def forward(*inputs):
-            a, *wanted = prologue.forward(*inputs)
-            return self.gather_tokens(a), *wanted
+            a, *extras = prologue.forward(*inputs)
+            return self.gather_tokens(a), *extras
 
-        def backward(da, *inputs):
-            a, *grads = prologue.backward(self.reduce_scatter_tokens(da), *inputs)
-            return self.gather_tokens(a), *grads
+        def backward(da, *inputs_and_extras):
+            a, *input_grads = prologue.backward(self.reduce_scatter_tokens(da), *inputs_and_extras)
+            return self.gather_tokens(a), *input_grads
 
         return replace(prologue, forward=forward, backward=backward)
 
@@ -153,8 +163,8 @@ class TensorParallel:
 def exchange(forward: Callable, backward: Callable) -> Callable:
     """Return a function that applies `forward` to x, and `backward` to the gradient of its result.
 
-    unread: x is a product that a recomputation leaves out (ops.recomputation). Nobody reads it, so
-    it is not exchanged. Its gradient still is.
+    unread: nobody reads the product x, so recomputation has skipped it (ops.recomputation). Then x
+    is not exchanged, but its gradient is.
     """
 
     def apply(x: Tensor, unread: bool = False) -> Tensor:
@@ -169,22 +179,22 @@ def exchange(forward: Callable, backward: Callable) -> Callable:
 
 
 def tp_slice_of(matrix: Matrix, tp_rank: int, tp: int) -> TensorSlice:
-    """Return which rows and columns of a matrix a rank holds. Raises ValueError if tp does not
-    divide them."""
+    """Return which rows and columns of a whole matrix a rank holds. Raises ValueError if tp does
+    not divide them."""
     rows, cols = matrix.shape
     # q, k and v of a fused matrix are split one by one, so that each rank has heads of all three
     sizes = (cols,) if matrix.cut == "columns" else matrix.parts
-    ranges = []
-    start = 0  # of a part in the whole matrix
+    ranges = []  # this rank's rows of each part, or its columns
+    start = 0  # the first row (or column) of the part in the whole matrix
     for size in sizes:
         if size % tp:
-            lines = "columns" if matrix.cut == "columns" else "rows"
+            rows_or_columns = "columns" if matrix.cut == "columns" else "rows"
             raise ValueError(
-                f"--tp {tp}: it does not divide {size} {lines} of a matrix {rows} x {cols}; "
-                f"--tp {math.gcd(tp, *sizes)} can split this matrix"
+                f"--tp {tp}: it does not divide {size} {rows_or_columns} of a matrix "
+                f"{rows} x {cols}; --tp {math.gcd(tp, *sizes)} can split this matrix"
             )
-        own = size // tp
-        ranges.append((start + tp_rank * own, start + (tp_rank + 1) * own))
+        own_size = size // tp
+        ranges.append((start + tp_rank * own_size, start + (tp_rank + 1) * own_size))
         start += size
 
     if matrix.cut == "columns":
@@ -193,8 +203,9 @@ def tp_slice_of(matrix: Matrix, tp_rank: int, tp: int) -> TensorSlice:
 
 
 def split_model(model: LLaMA, tensor_parallel: TensorParallel) -> None:
-    """Keep this rank's slice of each matrix of the layers, on the meta device, before shard.States.
-    Raises ValueError if a matrix does not say how it may be split."""
+    """Keep this rank's slice of each matrix of the layers, on the meta device. Call it before
+    shard.States allocates weights. Raises ValueError if a matrix does not say how it may be split.
+    """
     if tensor_parallel.tp == 1:
         return
     model.select_tp_tokens = tensor_parallel.select_tp_tokens
@@ -210,7 +221,8 @@ def split_model(model: LLaMA, tensor_parallel: TensorParallel) -> None:
 
 
 def split_matrix(matrix: Matrix, tensor_parallel: TensorParallel) -> None:
-    """Keep this rank's slice of a matrix, and let the matrix exchange tokens with the group."""
+    """Keep this rank's slice of a matrix, and give the matrix the functions that exchange tokens
+    with the group."""
     if matrix.cut == "whole":
         return
     matrix.keep_slice(tp_slice_of(matrix, tensor_parallel.tp_rank, tensor_parallel.tp))
@@ -236,7 +248,7 @@ class TensorParallelThreads(TensorParallel):
         self.set_mode(mode)
 
     def from_both(self, x: Tensor) -> list[Tensor]:
-        """Return the tensors that rank 0 and rank 1 give."""
+        """Return rank 0's x and rank 1's x, in this order."""
         self.slots[self.tp_rank] = x
         self.barrier.wait()  # both slots are written
         tensors = list(self.slots)
@@ -301,8 +313,8 @@ def compare_split_layer(
     rng: torch.Generator,
 ) -> None:
     """Raise ValueError if a layer that is split between two ranks differs from the whole layer.
-    halves: one layer per rank. It is of the same kind as the whole one, and is split and gets its
-    weights here."""
+    halves: one layer per rank, of the same kind as the whole one. This function splits it, and
+    copies its slices of the whole layer's weights into it."""
     tokens = 6
     x, dy = torch.randn(2, 1, tokens, cfg.dim, dtype=torch.float64, generator=rng)
     positions = torch.arange(tokens)
@@ -333,17 +345,18 @@ def compare_split_layer(
             if splits_tokens:
                 own_x, own_dy = x.chunk(2, 1)[tp_rank], dy.chunk(2, 1)[tp_rank]
                 return run(layer, own_x, own_dy, positions.chunk(2)[tp_rank])
-            return run(layer, x, dy / 2, positions)  # dy is the sum of both ranks' gradients
+            # in mtp each rank has a summand of the gradient, and dy is the sum of the two
+            return run(layer, x, dy / 2, positions)
         except BaseException:
-            barrier.abort()  # or the other rank would wait for this one
+            barrier.abort()  # otherwise the other rank would wait for this one
             raise
 
     y, dx = run(whole, x, dy, positions)
     with ThreadPoolExecutor(2) as pool:
         (y0, dx0), (y1, dx1) = pool.map(run_half, range(2))
 
-    # what is compared -> what the two ranks have, and what the whole layer has
-    if splits_tokens:  # each rank has its tokens
+    # name of a tensor -> its value from the two ranks, its value from the whole layer
+    if splits_tokens:  # each rank has its own tokens
         compared = {
             "the output": (torch.cat((y0, y1), 1), y),
             "the gradient of the input": (torch.cat((dx0, dx1), 1), dx),
@@ -356,14 +369,15 @@ def compare_split_layer(
     for name, p in whole.named_parameters():
         compared[f"the gradient of {name}"] = joined_grad(halves, name, p), p.grad
 
-    for what, (found, expected) in compared.items():
+    for tensor_name, (found, expected) in compared.items():
         if expected is None:  # the layer does not use this weight
             expected = torch.zeros_like(found)
         error = ((found - expected).norm() / expected.norm().clamp(min=1e-30)).item()
         if not error < 1e-9:
             raise ValueError(
                 f"--tp with --tp-mode {mode}: a layer that is split between two ranks computes "
-                f"something else than the whole layer: {what} differs by {error:.2g} of its size. "
+                f"something else than the whole layer: {tensor_name} differs by {error:.2g} of its "
+                "norm. "
                 "Give a fused q|k|v matrix parts=(q, k, v). The input of a matrix with "
                 'cut="columns" must not be a concatenation. Only a matrix product may sum over '
                 "heads or features. Or use --tp 1"
@@ -371,14 +385,14 @@ def compare_split_layer(
 
 
 def tp_slice_in(layer: "llama.Block", name: str) -> TensorSlice | None:
-    """Return which slice of a weight a layer holds. None: all of it."""
+    """Return which slice of a weight a split layer holds; None if it holds the whole weight."""
     module = layer.get_submodule(name.rpartition(".")[0])
     return getattr(module, "tp_slice", None)
 
 
 def joined_grad(halves: list["llama.Block"], name: str, whole_weight: Tensor) -> Tensor:
-    """Return a weight's gradient, of the shape of the whole weight, from those of two ranks. If the
-    weight is split, each gradient goes to its slice; if not, they are summands."""
+    """Return the gradient of a whole weight, made of the gradients on the two ranks. If the weight
+    is split, each rank's gradient goes to its slice. If it is not, the two are summands."""
     joined = torch.zeros_like(whole_weight)
     for layer in halves:
         grad = layer.get_parameter(name).grad
@@ -386,8 +400,8 @@ def joined_grad(halves: list["llama.Block"], name: str, whole_weight: Tensor) ->
             continue
         tp_slice = tp_slice_in(layer, name)
         if tp_slice:
-            in_place = torch.zeros_like(whole_weight)
-            tp_slice.insert(grad, in_place)
-            grad = in_place
+            whole_grad = torch.zeros_like(whole_weight)  # zero outside the slice
+            tp_slice.insert(grad, whole_grad)
+            grad = whole_grad
         joined += grad
     return joined

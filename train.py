@@ -1,7 +1,7 @@
-"""Train a language model: flags -> device -> model -> data -> plan -> build -> loop.
+"""Train a language model on one device or on many, under a plan that a planner chooses.
 
     python train.py                                   a laptop: a tiny model on Python's own sources
-    torchrun --nproc_per_node 8 train.py --model 7b   one process per GPU, the same code path
+    torchrun --nproc_per_node 8 train.py --model 7b   one process (a rank) per GPU, the same code
     python train.py --help                            every flag
 
 One step draws --batch sequences. Every data-parallel rank takes its share of them and runs it in
@@ -10,8 +10,9 @@ tokens of the same sequences. The loss is
 
     sum of the losses of all valid tokens / number of valid tokens        over all ranks
 
-so it does not depend on how the step is split. planner.py chooses what the flags leave open (sp, p,
-g, os, which activations stay on the GPU) from counted bytes and predicted times.
+so it does not depend on how the step is split. planner.py chooses what the flags leave open, from
+counted bytes and predicted times: how many ranks share a sequence (sp), the shards of parameters,
+gradients and optimizer states (p, g, os), which activations stay on the GPU, and more.
 
 For example, `python train.py --device cpu --seq 64 --batch 4 --steps 4` prints (shortened)
 
@@ -23,9 +24,11 @@ For example, `python train.py --device cpu --seq 64 --batch 4 --steps 4` prints 
     step 4/4 loss 3.5962 grad 1.967 lr 9.75e-04 TGS 1,840 0.14 s left 0:00:00 val_loss 3.0179
     saved out/step-00000004
 
-A step's line has its mean loss, the gradient's global norm before clipping, the learning rate, the
-tokens per GPU per second (TGS), the seconds of the step, and the time left. OUT/log.jsonl has the
-same numbers and more, one row per step.
+FLOPs "causal" count the half of attention's query-key pairs that a causal mask keeps, and "full"
+counts all pairs. `planner.choices` makes the plan line, and `print_plan` explains it. A step's line
+has its mean loss, the gradient's global norm before clipping, the learning rate, the tokens per GPU
+per second (TGS), the seconds of the step, and the time left. OUT/log.jsonl has the same numbers and
+more, one row per step.
 
 SIGTERM or SIGINT lets the run finish its step and save (checkpoint.py). A killed run loses only the
 steps since its last checkpoint: `--resume` continues from there, and under the same plan its losses
@@ -38,10 +41,11 @@ The order of the file is the order of a command:
     build_run    build this rank's part of the model and its states, and load the first weights
     train        the loop; run_step is one step, and its docstring says what overlaps with what
 
-Legend: R = dp * sp of the pp * dp * sp * tp ranks have the same stage and the same tp_rank. M
-micro-batches per step and rank, B sequences per micro-batch, b = M * B sequences per rank, T tokens
-per sequence, T/sp of them on a rank, and n of these between matrix products: T/sp, or T/sp/tp if
-the tensor-parallel mode splits tokens.
+Legend: there are pp * dp * sp * tp ranks: pp stages of a pipeline, dp data-parallel groups, sp
+ranks that share a sequence, tp ranks that share each layer's matrices. M micro-batches per step and
+rank, B sequences per micro-batch, b = M * B sequences per rank, T tokens per sequence, T/sp of them
+on a rank, and n of these between matrix products: T/sp, or T/sp/tp if the tensor-parallel mode
+splits tokens.
 
 Left out: a learning-rate schedule besides the cosine, several data sets with weights, generation.
 """
@@ -142,8 +146,8 @@ from shard import States, check_weights
 from streams import GIB, NO_LIMIT, CommStream, host_budget, in_unit
 from tensor import TensorParallel, check_tensor_parallel, split_model
 
-EVAL_SEQUENCES = 64  # an evaluation takes at most so many sequences
-MAX_SKIPS = 5  # after so many non-finite steps in a row the run ends
+EVAL_SEQUENCES = 64  # an evaluation runs at most this many sequences
+MAX_SKIPS = 5  # the run ends after this many non-finite steps in a row
 
 # ---------------------------------------------------------------------------- flags
 
@@ -152,9 +156,9 @@ MAX_SKIPS = 5  # after so many non-finite steps in a row the run ends
 class Config(Constraints):
     """All flags of train.py: the fields below, and the Constraints that restrict the planner.
 
-    None stands for `auto`, and stays None after the planner has chosen, so that a resumed run on
-    other ranks chooses again. The exceptions define the run, and get their values once: model, seq,
-    batch, lr, document_token.
+    None stands for `auto`. It stays None after the planner has chosen, so that a resumed run on
+    another number of ranks chooses again. The exceptions are model, seq, batch, lr and
+    document_token. They define the run: they get their values once, and a resumed run keeps them.
     """
 
     # fmt: off
@@ -177,8 +181,8 @@ class Config(Constraints):
     seq: int | None = flag(
         None, "tokens per sequence; auto: 256 for tiny, else 4096", 1, 2**40)
     steps: int = flag(
-        200, "steps of the whole run, with those before a resume. 0: initialise, save and export; "
-        "with --eval-every 1, evaluate and do not save", 0, 2**40)
+        200, "steps of the whole run, including those before a resume. 0: initialise, save and "
+        "export; with --eval-every 1 also evaluate, but do not save", 0, 2**40)
     lr: float | None = flag(
         None, "peak learning rate; auto: 3e-3 for tiny, 6e-4 for 160m, 2e-5 with --init, else 3e-4",
         0, 1e30)
@@ -186,11 +190,12 @@ class Config(Constraints):
         0.1, "final learning rate as a fraction of --lr. The decay ends at the --steps of the "
         "first command; a resumed run with more steps stays at this rate", 0, 1)
     warmup: int | None = flag(
-        None, "steps of linear warm-up; auto: a quarter of --steps, at most 500", 0, 2**40)
+        None, "steps of linear warm-up; auto: a quarter of the first command's --steps, at most "
+        "500", 0, 2**40)
     weight_decay: float = flag(0.1, "weight decay of matrices; norms and biases have none", 0)
     clip: float = flag(
-        1.0, "global norm of the gradient to which a larger one is scaled down; 0: no clipping",
-        0, 1e30)
+        1.0, "largest global norm of the gradient; a larger gradient is scaled down to it. "
+        "0: no clipping", 0, 1e30)
     seed: int = flag(0, "seed of random weights and of the order of the data", 0, 2**31 - 1)
     device: str = flag(
         "auto", "where to train; auto: on GPUs if there are any, else on the CPU",
@@ -199,13 +204,13 @@ class Config(Constraints):
         "auto", "dtype of weights and activations; auto: bf16 on GPUs, fp32 on a CPU",
         among=("auto", *DTYPES))
     memplan: str = flag(
-        "off", "on: plan the addresses of a step's tensors once. On one GPU that holds all states "
-        "and all activations, a step also becomes a CUDA graph. Python does not run in such a "
-        "step, so a fork's code in it must neither change from step to step nor wait for the GPU",
+        "off", "on: plan the addresses of a step's tensors once. On one GPU that holds all model "
+        "states and all activations, a step also becomes a CUDA graph. Python does not run in such "
+        "a step, so your changes to it must not depend on the step or wait for the GPU",
         among=("off", "on"))
     timeout: float = flag(
-        600.0, "seconds after which a collective gives up on a lost rank", 1, 1e9)
-    dry_run: bool = flag(False, "print the best plans with their memory, and end")
+        600.0, "seconds that a collective waits for a rank before the run fails", 1, 1e9)
+    dry_run: bool = flag(False, "print the best plans with their memory, and end without training")
     out: str = flag(
         "out", "folder for checkpoints, log.jsonl and loss.png, which draws the loss by step and "
         "by position", group="files and checkpoints")
@@ -216,14 +221,15 @@ class Config(Constraints):
         -1, 2**40)
     keep: int = flag(2, "number of checkpoints to keep; older ones are deleted")
     save_async: bool = flag(
-        False, "copy the states to host memory, and write the checkpoint while the next steps run")
+        False, "copy the model states to host memory, and write the checkpoint from there while "
+        "the next steps run")
     resume: str = flag(
         "never", "never, latest, auto (latest if there is one), or the folder of a checkpoint to "
         "continue from; --resume without a value means latest. The run keeps its flags, except "
         "those that this command gives")
     export: str = flag(
-        "", "folder for a Hugging Face checkpoint of the last weights in --dtype, with tokenizer "
-        "and license. Its architecture is that of the imported model, else Llama")
+        "", "folder for a Hugging Face checkpoint of the final weights in --dtype, with tokenizer "
+        "and license. Its architecture is the imported model's, or Llama without an import")
     # fmt: on
 
     def __post_init__(self):
@@ -240,7 +246,7 @@ class Config(Constraints):
         return self.init.partition("hf:")[2]
 
 
-# Flags of a command, which a resumed run does not inherit
+# Flags that count for one command only: a resumed run does not inherit them
 NOT_INHERITED = {"resume", "out", "export", "dry_run"}
 
 
@@ -250,9 +256,9 @@ def parse(argv: list[str] | None = None) -> dict:
 
 
 def resumed_flags(command_flags: dict, old: dict) -> Config:
-    """Return the flags of the run to resume, updated by those that the command gives.
+    """Return the flags of the run to resume, updated by the flags that the command gives.
 
-    If the command gives --seq and no --batch, a step keeps its number of tokens. Raises ValueError
+    If the command gives --seq but not --batch, a step keeps its number of tokens. Raises ValueError
     if `old`, the flags in meta.json, is not valid, or if --init names other weights than those that
     the run began with.
     """
@@ -309,15 +315,16 @@ class Run:
     device: torch.device
     kernel: str  # the name of an attention kernel
     plan: costs.Plan
-    hardware: Hardware | None = None  # what the plan is for
+    hardware: Hardware | None = None  # the cluster that the plan is for
     training: Sequences | None = None
     validation: Sequences | None = None
     ignored_id: int = -1  # a token that is never a label, as FILE.bin.json says; -1: none
     start_step: int = 0  # steps that were done before this command ...
     start_samples: int = 0  # ... and the sequences that they have seen
     meta: dict | None = None  # what meta.json of each checkpoint says: flags, model, config.json
-    resumed: checkpoint.Checkpoint | None = None  # first weights: this checkpoint, ...
-    read_weights: Callable | None = None  # ... else this import, name -> tensor, else random ones
+    # The first weights come from `resumed`, else from read_weights(name), else they are random
+    resumed: checkpoint.Checkpoint | None = None
+    read_weights: Callable | None = None  # of an import
 
     @property
     def coordinates(self) -> Coordinates:
@@ -345,8 +352,8 @@ def choose_device(cfg: Config, local_rank: int) -> torch.device:
     if local_rank >= gpus:
         advice = f"Start at most {gpus} processes per node, or pass" if gpus else "Pass"
         raise ValueError(
-            f"--device {cfg.device}: this node has {gpus} GPUs, and none is left for the process "
-            f"with local rank {local_rank}. {advice} --device cpu"
+            f"--device {cfg.device}: this node has {gpus} GPUs, so the process with local rank "
+            f"{local_rank} has none. {advice} --device cpu"
         )
     if cfg.pp != 1:
         use_more_queues()
@@ -359,12 +366,13 @@ def choose_device(cfg: Config, local_rank: int) -> torch.device:
 def choose_model(cfg: Config, device: torch.device, resumed: checkpoint.Checkpoint | None) -> tuple:
     """Return the flags, the model, its config.json, and a function that reads its first weights.
 
-    flags         cfg with --model, --seq and --lr instead of `auto`; an imported model stays `auto`
-    config.json   as a dict, of an import, also of a resumed one; {} of other models
-    the function  name -> tensor for a new import, else None
+    flags         cfg with values for --model, --seq and --lr if they were `auto`. --model stays
+                  `auto` for an imported model
+    config.json   a dict; {} unless the model was imported, now or by the run to resume
+    the function  name -> tensor if the model is imported now, else None
 
     Raises ValueError, also if the checkpoint to resume is of another model. Only --rope-scaling may
-    change on resume: it may be new, or extend scaling of the same kind.
+    change the model on resume: it may be new, or extend scaling of the same kind.
     """
     name, read_weights = cfg.model, None
     source = resumed.meta["source"] if resumed else {}
@@ -391,10 +399,11 @@ def choose_model(cfg: Config, device: torch.device, resumed: checkpoint.Checkpoi
     if 0 < window < cfg.seq:
         raise ValueError(
             f"--seq {cfg.seq}: the imported weights were trained with sliding windows of {window} "
-            f"tokens, which train.py does not have. Take at most --seq {window}"
+            f"tokens, which train.py does not support. Take at most --seq {window}"
         )
 
-    # max_positions is the length that a model says it reaches. It is raised to `reach`
+    # max_positions: how many positions the model supports, as its config.json says. It becomes at
+    # least `reach`
     model = hf.with_rope(cfg.rope_scaling, model)
     kind, _, _ = cfg.rope_scaling.partition(":")
     if resumed:
@@ -498,8 +507,9 @@ def choose_plans(
 
     The plans choose whatever the flags leave open, except the dtype. The hardware says how many
     ranks there are, the profile of their devices, and the memory of the rank that has least.
-    kernel: the attention kernel that runs, whose rates predict its seconds. gpu_bytes: what to plan for, instead of this GPU's memory. Raises ConfigError. A collective of
-    all ranks, which all get the same plans.
+    kernel: the attention kernel that runs, whose measured rates predict its seconds. gpu_bytes: the
+    memory to plan for, instead of this GPU's. Raises ConfigError. A collective of all ranks, which
+    all get the same plans.
     """
     world = dist.get_world_size()
     per_node = int(os.environ.get("LOCAL_WORLD_SIZE", world))
@@ -580,7 +590,8 @@ def configure(command_flags: dict, local_rank: int) -> Run:
     if start_step:
         decay_steps = old["decay_steps"]
 
-    # what losses depend on: flags, data, and the number of threads, which share the sums on a CPU
+    # All that the losses depend on. On a CPU the number of threads is a part of it, because the
+    # threads share each sum, and so change its rounding
     config = asdict(cfg) | {
         "the data": data_fingerprint,
         "threads": torch.get_num_threads(),
@@ -630,8 +641,8 @@ def print_run(run: Run, plans: list[costs.Plan]) -> None:
         )
     if model.tied:
         print0(
-            "The imported model uses its embedding as head, too. Here they are trained as two "
-            "matrices, and exported as two unless they are still equal"
+            "The imported model uses one matrix as embedding and as head (tied). Here they are "
+            "trained as two matrices, and exported as two unless they are still equal"
         )
 
     documents = ""
@@ -648,8 +659,8 @@ def print_plan(run: Run, other_plans: Sequence[costs.Plan] = ()) -> None:
     """Print what the plan chooses. On a GPU or in a dry run, also print the predicted time and
     memory of this plan and of others."""
     print0(
-        f"plan: {planner.in_words(run.plan)} (batch: data-parallel ranks x micro-batches per rank "
-        "x sequences per micro-batch)"
+        f"plan: {planner.in_words(run.plan)} (pp: stages x virtual stages of each; groups: of "
+        "heads; batch: data-parallel ranks x micro-batches per rank x sequences per micro-batch)"
     )
     if run.device.type == "cuda" or run.cfg.dry_run:
         print0(planner.describe_plans([run.plan, *other_plans], run.hardware))
@@ -669,10 +680,13 @@ def make_attention(run: Run, groups: Groups) -> Attention:
 
 
 def self_test(run: Run) -> None:
-    """Test on small random tensors what this run uses and a fork may have changed: an optimizer
-    that updates shards of a matrix, a kernel in a ring, a layer split by tensor parallelism, an
-    export. Their mistakes would raise no error later. Raises ConfigError that says what differs. A
-    collective of all ranks."""
+    """Test on small random tensors what this run uses and a fork may have changed.
+
+    These are an optimizer that updates shards of a matrix, a kernel in a ring, a layer that is
+    split by tensor parallelism, and an export. A mistake in one of them would raise no error later,
+    and only change the results. Raises ConfigError that says what differs. A collective of all
+    ranks.
+    """
     plan = run.plan
     all_or_none(check_optimizer, plan.optimizer, OPTIMIZERS[plan.optimizer])
     if plan.ring > 1:
@@ -686,8 +700,8 @@ def self_test(run: Run) -> None:
 
 
 def is_one_stream(run: Run) -> bool:
-    """Return whether a step needs no stream beside computation: one GPU holds all model states and
-    all activations."""
+    """Return whether a step runs on the compute stream only, because one GPU holds all model states
+    and all activations."""
     return (
         run.device.type == "cuda"
         and dist.get_world_size() == 1
@@ -717,8 +731,8 @@ def build_model(run: Run, attention: Attention, groups: Groups) -> tuple[LLaMA |
     runners = all_or_none(make_layer_runners, run, model, virtual_stages, order)
     model.layer_runner = runners[0]  # without a pipeline, the only one
 
-    # A step of one stream overlaps nothing, and the capture of a CUDA graph may not wait for
-    # other streams
+    # If a step runs on one stream only, nothing overlaps. The capture of a CUDA graph then must not
+    # wait for other streams
     overlaps = () if is_one_stream(run) else run.cfg.overlaps
     states = States(
         model,
@@ -753,8 +767,8 @@ def build_model(run: Run, attention: Attention, groups: Groups) -> tuple[LLaMA |
 def make_layer_runners(
     run: Run, model: LLaMA, virtual_stages: list[range], order: list[Pass]
 ) -> list[Callable]:
-    """Return, for each virtual stage, what runs its layers: whole, or in token chunks if the plan
-    swaps or recomputes activations. Raises ValueError."""
+    """Return a function per virtual stage that runs its layers: on all tokens at once, or in token
+    chunks if the plan swaps or recomputes activations. Raises ValueError."""
     plan = run.plan
     if plan.activations is None:
         return [run_blocks for _ in virtual_stages]
@@ -792,7 +806,7 @@ def load_random_weights(run: Run, states: States) -> None:
 
 
 def print_changes(run: Run) -> None:
-    """Print which flags, data and threads differ from those that the resumed checkpoint had."""
+    """Print which flags, data or threads have changed since the checkpoint that is resumed."""
     old = run.resumed.meta["config"]
     changes = [
         f"{name} {old.get(name)} -> {value}"
@@ -810,7 +824,7 @@ def build_run(
 ) -> tuple[LLaMA | Pipeline, States, StepMemory | None, checkpoint.Saver]:
     """Build what is planned, and load the first weights: of a checkpoint, an import, or random.
 
-    Returns the model, its states, the memory plan of a step (or None), and what saves the states.
+    Returns the model, its states, the memory plan of a step (or None), and what saves checkpoints.
     Raises ConfigError. A collective of all ranks.
     """
     cfg, out = run.cfg, Path(run.cfg.out)
@@ -830,11 +844,11 @@ def build_run(
     else:
         load_random_weights(run, states)
 
-    room = None  # bytes of host memory for the copies of --save-async
+    room = None  # bytes of host memory for the copies that --save-async makes
     if cfg.save_async:
         room = run.hardware.host_budget - run.plan.host_bytes
     saver = all_or_none(checkpoint.Saver, out, cfg.keep, states, patient_group(), room)
-    # This comes last, so that a run that is refused above has moved no file of an earlier run
+    # This comes last, because a run that is refused above must not move files of an earlier run
     trains = run.start_step < cfg.steps
     on_rank_0(checkpoint.prepare_out, out, run.resumed, trains)
     return model, states, memory, saver
@@ -847,13 +861,12 @@ def build_run(
 class Batch:
     """A rank's share of the sequences of a step, by micro-batches (see Legend).
 
-    With tokens (M, B, n) there are labels (M, B, n), or (M, B, n, labels_ahead) if the model
-    predicts several tokens. positions and documents have one entry for each micro-batch. Without
-    documents, one entry serves all of them.
+    positions and documents have one entry for each micro-batch. Without documents, one entry serves
+    all micro-batches.
     """
 
     tokens: Tensor  # (M, B, n)
-    labels: Tensor
+    labels: Tensor  # (M, B, n); (M, B, n, labels_ahead) if the model predicts several tokens
     positions: Tensor  # (1, T/sp), in a sequence; or (M, B, T/sp), in a document
     scale: Tensor  # 1 / number of valid labels of all ranks
     documents: Sequence[Documents | None] = (None,)
@@ -875,22 +888,30 @@ class Batch:
 def run_step(
     model: LLaMA | Pipeline, states: States, batch: Batch, lr: float, clip: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Run forward, backward and update: the only step there is. Returns the loss, the
-    gradient's norm, and whether they are finite, on the device. In order, with what runs
-    beside it:
+    """Run one step: forward, backward and update. Every run uses this function.
 
-        forward_backward   of each micro-batch first embedding, layers, head and loss; a Matrix
-                           raises unshard before its use
-                             beside it: host_update and param_broadcast of the last update,
-                             param_gather, offload, all-to-alls, rings
-                           then the same in reverse; a layer's Matrix raises unshard, then add_grad
-                             beside it: param_gather, grad_scatter, prefetch, all-to-alls
-                             in the last micro-batch: grad_reduce
-                           a stage of a pipeline alternates, in pipeline.pipeline_order
-        finish_gradients   vectors' gradients; compute waits for grad_scatter and grad_reduce
-        update             global norm, clipping, the optimizer on what this rank owns, unit by unit
-                             beside it, and under the next forward: param_broadcast; all of it,
-                             if states lie on the host: host_update
+    Returns the loss, the gradient's norm, and whether they are finite, as tensors on the device.
+    The compute stream does the following, in order. The names of streams are those of
+    shard.STREAMS.
+
+        call               computes                       overlaps with
+        forward_backward   forward of a micro-batch       param_gather, copies to the host,
+                                                          all-to-alls, rings; in the first one also
+                                                          what the last update launched
+                           its backward                   param_gather, grad_scatter, prefetches
+                                                          from the host, all-to-alls, rings; in the
+                                                          last one also grad_reduce
+        finish_gradients   sums the gradients of          -
+                           vectors; waits for
+                           grad_scatter, grad_reduce
+        update             global norm, clipping, the     param_broadcast of updated parameters,
+                           optimizer on this rank's       which goes on during the next forward
+                           shards, unit by unit
+
+    forward_backward does this for each micro-batch; with a pipeline, in the order of
+    pipeline.pipeline_order. Before each use of a Matrix, its unshard waits for param_gather. In
+    backward its add_grad launches grad_scatter. If optimizer states are on the host, the optimizer
+    itself runs on the stream host_update, and overlaps with the next forward, too.
     """
     states.begin_step()
     loss = model.forward_backward(batch.micro_batches())
@@ -900,9 +921,11 @@ def run_step(
 
 
 def plan_memory(run: Run) -> StepMemory | None:
-    """Return the memory plan of a step, which is empty before the first steps; None without
-    --memplan on. If a step is one stream of a GPU, it becomes a CUDA graph. Raises ValueError if
-    the allocator cannot be compiled."""
+    """Return the memory plan of a step, which the first steps fill; None without --memplan on.
+
+    If a step runs on one stream of a GPU only, it becomes a CUDA graph. Raises ValueError if the
+    allocator cannot be compiled.
+    """
     if run.cfg.memplan == "off":
         return None
     return StepMemory(str(run.device), as_graph=is_one_stream(run))
@@ -921,7 +944,8 @@ def run_planned(
     if memory is None:
         return run_step(model, states, batch, lr, clip)
 
-    def step(lr, *tensors):  # a CUDA graph reads only its inputs anew: they are all that changes
+    # all that changes from step to step is an input, as a CUDA graph reads only its inputs anew
+    def step(lr, *tensors):
         return run_step(model, states, Batch(*tensors), lr, clip)
 
     plans_before = memory.plans
@@ -944,13 +968,13 @@ def run_planned(
 
 
 def load_batch(run: Run, first: int, read: Callable | None = None, count: int = 0) -> Batch:
-    """Return this rank's share of `count` sequences, those with the numbers first, first + 1, ...
+    """Return this rank's share of the `count` sequences first, first + 1, ...
 
-    A sequence's number alone decides its tokens, so a resumed run continues in the same order.
+    Only a sequence's number decides its tokens, so a resumed run continues in the same order.
 
     read    read(i) returns sequence i, (T + labels_ahead,) tokens or fewer, or IGNORE for a blank
             one; by default it reads training sample i
-    count   sequences of all data-parallel ranks; 0: a step's
+    count   sequences on all data-parallel ranks together; 0: as many as a step has
 
     Example: dp=2, batch 8, first=16. data_rank 1 gets the sequences 20 to 23.
 
@@ -974,8 +998,8 @@ def load_batch(run: Run, first: int, read: Callable | None = None, count: int = 
         positions, documents = document_positions(run, windows, sp_tokens)
     scale, keys_seen = valid_label_scale(run, labels, positions)
 
-    # tokens and labels go to the device in one copy, (1 + ahead, M, B, n). A blank token is
-    # IGNORE, which is negative: it becomes token 0
+    # Tokens and labels go to the device in one copy, (1 + ahead, M, B, n). A blank token is IGNORE,
+    # which is negative and has no embedding. So it becomes token 0, whose labels are IGNORE
     both = torch.stack([tokens.clip(0), *labels.unbind(-1)])
     both = both.view(1 + ahead, -1, plan.micro_batch, len(own_tokens))
     tokens, *labels = to_device(both, run)
@@ -1000,9 +1024,9 @@ def read_windows(run: Run, numbers: range, read: Callable) -> tuple[Tensor, str]
 def make_labels(run: Run, windows: Tensor, own_tokens: Tensor) -> Tensor:
     """Return the labels (b, n, labels_ahead) of this rank's tokens.
 
-    Label i of a token is the token i + 1 places after it. The label is IGNORE if it is
-    run.ignored_id, if it lies in the next document, or if this is not the last stage, which has the
-    loss. Example, if token 0 ends a document and labels_ahead is 1:
+    Label i of a token is the token i + 1 places after it. The label is IGNORE in three cases: it is
+    run.ignored_id, it lies in a later document, or this rank's stage is not the last one, which
+    computes the loss. Example, if token 0 ends a document and labels_ahead is 1:
 
         tokens   5   6   0        7   8
         labels   6   0   IGNORE   8   ...
@@ -1041,7 +1065,7 @@ def document_positions(
     positions = positions.view(-1, plan.micro_batch, len(sp_tokens))
 
     documents = []
-    # the sequences of a micro-batch as one row: attention takes them one after the other
+    # attention takes the sequences of a micro-batch as one row, one after the other
     for row in begins.view(-1, plan.micro_batch * plan.seq):
         bounds = (*row.nonzero().flatten().tolist(), len(row))
         offsets = torch.tensor(bounds, dtype=torch.int32)
@@ -1050,11 +1074,13 @@ def document_positions(
 
 
 def valid_label_scale(run: Run, labels: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """Return 1 / number of valid labels of all ranks, and the keys that a token sees on average.
+    """Return 1 / number of valid labels of all ranks, and keys_seen, which flops_per_token needs.
 
-    The average is of 2k - 1 for a token that sees k keys, as flops_per_token wants it. A token at
-    position i sees k = i + 1 keys, so this is 2i + 1. Both are on the device. A collective of all
-    ranks.
+    keys_seen is the mean over all tokens of 2k - 1, where k is the number of keys that a token
+    attends to. At position i this is k = i + 1, so 2k - 1 = 2i + 1. Example: in a sequence of 4
+    tokens without documents, the mean of 1, 3, 5, 7 is 4, the length.
+
+    Both are tensors on the device. A collective of all ranks.
     """
     valid = (labels[..., 0] != IGNORE).sum()
     keys_seen = (1 + 2 * positions.double().mean()) / run.plan.ranks
@@ -1080,11 +1106,12 @@ def to_device(tensor: Tensor, run: Run) -> Tensor:
 
 @torch.no_grad()
 def evaluate(run: Run, model: LLaMA | Pipeline) -> dict:
-    """Return the loss on the first validation sequences, as a row of the log says it:
+    """Return the loss on the first validation sequences, as fields of a row of log.jsonl:
 
-        val_loss               mean loss, None if all labels are IGNORE
+        val_loss               mean loss; None if all labels are IGNORE
         val_loss_by_position   [[first position of a bin, mean loss in it], ...]; the bins are the
-                               positions 0, 1, 2 to 3, 4 to 7, 8 to 15, ... in a document
+                               positions 0, 1, 2 to 3, 4 to 7, 8 to 15, ... in a sequence, or in a
+                               document if there are documents
 
     Raises ConfigError if a rank cannot read its data. A collective of all ranks.
     """
@@ -1092,7 +1119,7 @@ def evaluate(run: Run, model: LLaMA | Pipeline) -> dict:
     count = min(run.validation.count, EVAL_SEQUENCES)
     sequences_at_once = plan.dp * plan.micro_batch
 
-    def read(i):  # a rank without a sequence runs a blank one
+    def read(i):  # IGNORE: a rank for which no sequence is left runs a blank one
         return run.validation.window(i) if i < count else IGNORE
 
     # (bins, 2): the sum of the losses, and the number of valid labels
@@ -1159,17 +1186,17 @@ def learning_rate(run: Run, step: int) -> float:
     return cfg.lr * (cfg.min_lr + (1 - cfg.min_lr) * 0.5 * (1 + math.cos(math.pi * done)))
 
 
-PROGRESS_SECONDS = 30.0  # between two lines about a step that runs
+PROGRESS_SECONDS = 30.0  # between two lines about a long step, while it runs
 
 
 class Progress:
-    """The step that runs, for the thread that reports it.
+    """The step that runs now, for the thread that reports it.
 
-    `running` is one tuple, so that the thread never sees a step with the time of another.
+    `running` is one tuple, so that the thread never sees one step with the time of another one.
     """
 
     def __init__(self):
-        self.running = 0, 0.0  # step, and since when; step 0: none
+        self.running = 0, 0.0  # the step, and the time when it began; step 0: no step runs
 
     def begin(self, step: int) -> float:
         """Say that a step begins, and return the time."""
@@ -1195,7 +1222,7 @@ def start_progress_thread(run: Run, states: States) -> Progress:
             if new_phase:
                 phase = new_phase
             elif phase_step != step:
-                phase = ""  # the last known phase was another step's
+                phase = ""  # the last known phase belongs to an earlier step
             phase_step = step
             seconds = time.perf_counter() - since
             if step and phase and seconds > PROGRESS_SECONDS:
@@ -1213,7 +1240,7 @@ def install_signal_handlers() -> list[int]:
 
     def handle(number, _):
         received.append(number)
-        # a second Ctrl-C ends the process at once; but torchrun sends it twice by itself
+        # a second Ctrl-C ends the process at once; but not under torchrun, which sends it twice
         if "RANK" not in os.environ:
             signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -1223,8 +1250,8 @@ def install_signal_handlers() -> list[int]:
 
 
 def gpu_peak_gib() -> float:
-    """Return the peak memory of PyTorch's allocator, and the buffers that ranks map from each
-    other, which lie outside it, in GiB."""
+    """Return the peak memory of this GPU in GiB: of PyTorch's allocator, and of the buffers that
+    ranks map from each other, which lie outside the allocator."""
     return (torch.cuda.max_memory_allocated() + Exchange.mapped_bytes()) / GIB
 
 
@@ -1239,7 +1266,7 @@ def reduce_stats(
     """Return the statistics of a step as numbers, the same on all ranks.
 
     step_stats   0-dim tensors on the device, which are equal on all ranks already
-    rank_stats   numbers of this rank; the largest of all ranks counts
+    rank_stats   numbers of this rank; the result has the maximum over all ranks
 
     Everything comes to the host in one copy, which is the host's only wait for the device in a
     step. A collective of all ranks.
@@ -1258,7 +1285,8 @@ def freeze_gc() -> None:
 
 
 def log_step(run: Run, log, row: dict, unsaved: str) -> None:
-    """Print a step, and write its row. unsaved: why the last checkpoint was not saved, or ""."""
+    """Print the line of a step, and write its row to log.jsonl. unsaved: why the last checkpoint
+    was not saved, or ""."""
     step, steps, seconds = row["step"], run.cfg.steps, row["seconds"]
     row |= run.plan.rates(seconds, run.hardware.profile.peak_flops, row["keys_seen"])
     parts = [
@@ -1340,7 +1368,8 @@ class LoopState:
     step: int  # steps done
     samples: int  # sequences seen
     last_saved_step: int = -1  # the step of the newest checkpoint; -1: none
-    skips_in_a_row: int = 0  # number of last steps that were not finite and so changed no weight
+    # how many steps in a row, up to this one, were not finite and so changed no weight
+    skips_in_a_row: int = 0
     failure: str = ""  # what went wrong; the run saves, and exits with status 1
     stop_reason: str = ""  # why the run ends before --steps: a failure or a signal
 
@@ -1375,7 +1404,7 @@ def train(
     ranks."""
     cfg = run.cfg
     state = LoopState(run.start_step, run.start_samples)
-    # no checkpoint is needed of weights that a checkpoint has already, or that are only evaluated
+    # weights that a checkpoint already has, or that are only evaluated, need no new checkpoint
     only_evaluates = cfg.steps == 0 and cfg.eval_every > 0
     if run.resumed or only_evaluates:
         state.last_saved_step = state.step
@@ -1390,9 +1419,9 @@ def train(
         log_row(log, {"step": state.step} | evaluate(run, model), f"step {state.step}")
 
     progress = start_progress_thread(run, states)
-    signals = install_signal_handlers()  # not earlier: until here a signal may simply end the run
+    signals = install_signal_handlers()  # only now: before the loop a signal may simply end the run
     while state.step < cfg.steps and not state.stop_reason:
-        # schedule: what belongs to this step
+        # schedule: the learning rate of this step, and what happens after it
         lr = learning_rate(run, state.step)
         state.step += 1
         state.samples += run.plan.batch
@@ -1428,12 +1457,13 @@ def train(
         row |= {"step": state.step, "lr": lr, "seconds": time.perf_counter() - started}
         progress.end()
         if state.step == run.start_step + 1:
-            freeze_gc()  # now that all is compiled
+            freeze_gc()  # now, because the first step has compiled everything
 
         # stop?
         check_stop(state, row, batch)
 
-        # evaluate: a planned step's memory must not leave too little for what is no step
+        # evaluate. The memory of planned steps is freed first, because evaluating, saving and
+        # exporting may need it
         if memory and (evaluates or saves or state.stop_reason or last):
             memory.give_back()
         if evaluates:
@@ -1452,7 +1482,7 @@ def train(
             saver.begin(run.meta | {"step": state.step, "samples": state.samples})
             state.last_saved_step = state.step
 
-    # end: a last checkpoint, unless the last step has one, then picture and export
+    # end: save a last checkpoint unless the last step is saved already, draw loss.png, export
     if state.stop_reason:
         print0(f"{state.stop_reason}: the run ends after step {state.step}")
     saver.finish()
@@ -1474,13 +1504,13 @@ def main(argv: list[str] | None = None) -> None:
     command_flags = parse(argv)
     if command_flags.get("pp", 1) != 1:
         use_more_queues()  # it must be set before CUDA starts
-    # `configure` refuses a --timeout out of its range. Ranks must have joined before, so that they
-    # can refuse it together
+    # The ranks must join before `configure` checks the flags, so that they refuse them together. A
+    # --timeout out of its range is replaced until then
     timeout = min(max(1.0, command_flags.get("timeout", Config.timeout)), 1e9)
     rank, world, local_rank = start_ranks(timeout)
 
     failure = ""
-    advice = "All saved checkpoints are whole: start it again, or continue with --resume"
+    advice = "All saved checkpoints are complete: start it again, or continue with --resume"
     with heartbeat(rank, world, advice), contextlib.ExitStack() as lock:
         run = configure(command_flags, local_rank)
         if not run.cfg.dry_run:
@@ -1501,11 +1531,13 @@ if __name__ == "__main__":
         dist.destroy_process_group()
         sys.exit(2 if isinstance(e, ConfigError) else 1)
     except KeyboardInterrupt:
-        sys.exit("train.py: interrupted. All saved checkpoints are whole: continue with --resume")
+        sys.exit(
+            "train.py: interrupted. All saved checkpoints are complete: continue with --resume"
+        )
     except torch.OutOfMemoryError as e:
         sys.exit(
-            f"train.py: out of GPU memory: {e}\nThe line '... of a device' above says what was "
-            "planned. Shorten --seq, lower --micro-batch, --chunk, --alpha or --resident-layers, "
-            "or take more GPUs or a larger --sp. All saved checkpoints are whole: continue with "
-            "--resume"
+            f"train.py: out of GPU memory: {e}\nThe lines after 'plan:' above say how much memory "
+            "was planned. Shorten --seq, lower --micro-batch, --chunk, --alpha or "
+            "--resident-layers, or take more GPUs or a larger --sp. All saved checkpoints are "
+            "complete: continue with --resume"
         )
