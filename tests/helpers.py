@@ -27,7 +27,7 @@ import train
 from test_all import groups_of, losses, run
 
 
-def at_file(path: str, act, event: str = "open") -> None:
+def on_file_event(path: str, act, event: str = "open") -> None:
     """From now on run act() whenever this process is about to open such a file, or to do something
     else with it (an audit event of Python's): faults come from outside, and name no part of the
     program. An error that act raises is the system's."""
@@ -39,20 +39,20 @@ def at_file(path: str, act, event: str = "open") -> None:
     sys.addaudithook(hook)
 
 
-def die() -> None:
+def kill_self() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def full_disk() -> None:
+def fail_disk_full() -> None:
     raise OSError(28, "No space left on device")  # the system names no file when a write fails
 
 
-def saved(out: Path) -> list[int]:
+def saved_steps(out: Path) -> list[int]:
     """Return the steps of the checkpoints in a folder."""
     return [int(path.name[5:]) for path in checkpoint.steps_of(out)]
 
 
-def changed_meta(path: Path, change: str) -> None:
+def edit_meta(path: Path, change: str) -> None:
     """Change c, the content of a meta.json, as somebody would who wants it to be believed."""
     c = json.loads(path.read_text())
     del c["crc32"]
@@ -61,7 +61,7 @@ def changed_meta(path: Path, change: str) -> None:
 
 
 @functools.cache
-def straight(ranks: int) -> list:
+def uninterrupted_losses(ranks: int) -> list:
     """Return the losses of an uninterrupted run."""
     with tempfile.TemporaryDirectory() as out:
         run(f"--save-every -1 --out {out}", ranks)

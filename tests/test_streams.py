@@ -27,13 +27,13 @@ from test_all import (
     ALL_COMBINATIONS,
     BATCH,
     ROOT,
-    evaluation,
+    evaluate_batch,
     make_case,
     make_run,
-    make_small,
     on_ranks,
     parametrize,
     slow,
+    use_small_pieces,
 )
 from test_all import CASES as ALL_CASES
 
@@ -161,7 +161,7 @@ def record(case: dict, extras: set[str], groups: dict, folder: Path) -> happens_
             if i == 0 and run.plan.pp > 1:
                 model.warm_up(next(batch.micro_batches()))
             if i == 1:
-                evaluation(run, model, batch)
+                evaluate_batch(run, model, batch)
             train.run_planned(memory, model, states, batch, 1e-2, 0.3)
             del batch
             if saver:
@@ -174,7 +174,7 @@ def record(case: dict, extras: set[str], groups: dict, folder: Path) -> happens_
 def check_order(cases: dict[str, tuple], folder: Path) -> None:
     """Runs on each rank: record all cases, and write into the folder, by case, the pairs that have
     no order; and for each line that waits the pairs without it."""
-    make_small()
+    use_small_pieces()
     happens_before.pretend()
     torch.compiler.set_stance("force_eager")
     groups, results = {}, {}
