@@ -1360,7 +1360,7 @@ def test_refused_cases(line, why):
     assert re.search(why, refusal_reason(make_case(line)))
 
 
-# ---------------------------------------------------------------------------- forks that are refused
+# ---------------------------------------------------------------------------- refused forks
 
 
 class ExpertBlock(Block):
@@ -1432,8 +1432,8 @@ def test_misused_matrices_end_a_step():
     """A matrix that is used twice, never, or outside `project` ends the run on all ranks.
 
     The error names the matrix. Ranks also stop if one of them has not launched a collective that
-    the others wait for. Catches gradients that are lost: those of a matrix that is used twice, or of
-    an expert that gets no tokens on some rank.
+    the others wait for. Catches lost gradients: those of a matrix that is used twice, or of an
+    expert that gets no tokens on some rank.
     """
     lines = ["2", "2 g=2 os=2 micro=2", "2 g=2 os=2 layout=inter micro=2", "2 os=2 micro=4"]
     lines += ["2 p=2 g=2 os=2 keep=mixed", "2 p=2 g=2 os=2 open=1", "2 sp=2 os=2 place=host"]
@@ -1727,7 +1727,7 @@ class EndsInNorm(m.Block):
 def test_blocks_that_save_unusual_tensors(block, monkeypatch, group):
     """Layers that save views, other dtypes, transposed or no tensors have autograd's gradients.
 
-    They run whole, in one token chunk and in three, with two groups of heads, for each row of KEEPS.
+    They run with two groups of heads, in one token chunk and in three, for each row of KEEPS.
     Catches a fork's layer whose saved tensors are stored in the wrong place.
     """
     monkeypatch.setattr(m, "Block", block)
