@@ -2,10 +2,10 @@
 
     pytest test_all.py     all of this file
     make check             after an edit: all tests that need neither many ranks nor many seconds
-    make test              everything, with what lies in tests/ and a fork does not touch
+    make test              everything, with the tests in tests/ that a fork does not touch
 
-The file holds a second LLaMA (`Plain`), which is written with torch.nn and its autograd and runs in
-one process. A *case* is one line of CASES that says how the project runs the same model:
+The file holds a second LLaMA (`Plain`). It is written with torch.nn, uses PyTorch's autograd and
+runs in one process. A *case* is one line of CASES that says how the project runs the same model:
 
     4 sp=2 groups=4 p=2 g=4 os=4 keep=swapped             # keys stay for the next group, too
 
@@ -13,23 +13,25 @@ one process. A *case* is one line of CASES that says how the project runs the sa
     sp=2           2 ranks share each sequence (Ulysses), so that 2 groups of ranks share the batch
     groups=4       attention runs 4 groups of heads one after the other
     p=2 g=4 os=4   parameters in 2 shards, gradients in 4, optimizer states in 4
-    keep=swapped   layers run in chunks of tokens: the first 3 of 5 layers are swapped to the host
-                   and come back for backward, the last 2 keep x and o and recompute the rest
+    keep=swapped   layers run in token chunks: the first 3 of 5 layers are swapped to the host and
+                   prefetched for backward, the last 2 keep x and o and recompute the rest
     # ...          why the case is there
-    the rest       has its default, the first value of its row in VALUES
+    other keys     have their defaults, which are the first values in VALUES
 
-Such a case trains four steps: with gradient clipping, with an evaluation in between, and with one
-step whose loss or gradients are not finite and which must change nothing. Its losses, gradient
-norms and updated weights are compared with Plain's, in float64 up to 1e-10. Reused buffers are
-filled with NaN, so a value that is read too late is wrong and not merely old; so are messages that
-have left. Streams and messages are late now and then, each round at other places: a case that fails
-prints the seed of its delays, and `DELAY_SEED=... pytest ...` repeats them.
+Such a case trains four steps. They include gradient clipping, an evaluation, and one step whose
+loss or gradients are not finite and which must change nothing. Its losses, gradient norms and
+updated weights are compared with Plain's. In float64 they agree to 1e-10.
 
-Read from top to bottom: the plain model, one case, how ranks are started, all cases, what is
-refused, what a fork may do (examples/), and a run that is resumed under other cases. If you change
-model.Block, write the change a second time in PlainLayer and run the file. If you add a mechanism,
-give it a key in VALUES, a line in `mechanisms`, and cases; test_cases_are_all_that_may_be says
-which pairs of mechanisms no case has yet.
+Two tricks turn races into wrong numbers. Buffers are filled with NaN when they may be overwritten,
+and so are messages after they are sent, so a value that is read too late is NaN. And streams and
+messages are delayed at random. A case that fails prints the seed of its delays, and
+`DELAY_SEED=... pytest ...` repeats them.
+
+Read from top to bottom: the plain model, one case, how ranks are started, all cases, forks that are
+refused, forks that work (examples/), and a run that is resumed under other cases. If you change
+model.Block, write the same change in PlainLayer and run the file. If you add a mechanism, give it a
+key in VALUES, a line in `mechanisms`, and cases. Then
+test_cases_cover_all_pairs_of_mechanisms says which pairs of mechanisms no case has yet.
 """
 
 import contextlib
@@ -53,7 +55,7 @@ from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 
-os.environ["OMP_NUM_THREADS"] = "1"  # ranks are as many as cores, and threads wait by spinning
+os.environ["OMP_NUM_THREADS"] = "1"  # each core runs a rank, and idle threads spin
 
 import numpy as np
 import pytest
@@ -84,32 +86,34 @@ from ranks import Groups, use_more_queues
 
 ROOT = Path(__file__).parent  # the project's folder
 ALL_COMBINATIONS = bool(os.environ.get("ALL_COMBINATIONS"))  # make test-all: many more cases
-RUN_SECONDS = 10800 if ALL_COMBINATIONS else 1200  # of train.py, or of a worker of many cases
-# of what the harness delays: the time, so that rounds differ; set it to repeat a round. Processes
-# that this one starts inherit it
+RUN_SECONDS = 10800 if ALL_COMBINATIONS else 1200  # limit for train.py or a worker of many cases
+# The seed of the random delays. It is the time, so that each round of tests has other delays; set
+# it to repeat a round. Processes that this one starts inherit it.
 DELAY_SEED = os.environ.setdefault("DELAY_SEED", str(int(time.time())))
 parametrize = pytest.mark.parametrize
-slow = pytest.mark.skipif("CHECK" in os.environ, reason="make check")  # processes, or seconds
+slow = pytest.mark.skipif("CHECK" in os.environ, reason="make check")  # starts ranks or takes long
 GPUS = torch.cuda.device_count()
 needs_gpu = pytest.mark.skipif(not GPUS, reason="needs a GPU")
-QUICK = "--device cpu --seq 32 --batch 6 --steps 6 --eval-every -1"  # of a tiny model
+# train.py's flags for a short run of a tiny model
+QUICK_FLAGS = "--device cpu --seq 32 --batch 6 --steps 6 --eval-every -1"
 SMALL = replace(
     m.MODELS["tiny"], dim=48, layers=2, heads=6, kv_heads=2, head_dim=8, ffn=80, vocab=101
 )
 
 # ---------------------------------------------------------------------------- the plain model
-# Plain is LLaMA as torch.nn and its autograd compute it, in float64 and in one process. A fork of
-# model.Block is written here a second time, in PlainLayer. Everything else is compared with Plain.
+# Plain is LLaMA as torch.nn and PyTorch's autograd compute it, in float64 and in one process. All
+# cases are compared with Plain. If a fork changes model.Block, PlainLayer needs the same change.
 
-SEQ = 48  # tokens a sequence
-BATCH = 8  # sequences a step
-CLIPS = (0.3, 0.0, 0.3, 0.3)  # of each step's gradients, whose norm is larger; 0: not clipped
-SKIPPED = 2  # the step in which one rank's loss or gradient is not finite: nothing changes
-END = 5  # the token that ends a document, if a case has them
-IGNORED = 3  # the token that is no label
-# how far losses, norms and updates may be off. Plain itself in bf16, its float64 weights rounded
-# before each step, is up to 0.002, 0.023 and 0.25 off, of all sizes and blocks but the deep one
-NOISE = {"fp64": (1e-10, 1e-10, 1e-10), "bf16": (0.004, 0.08, 0.4)}
+SEQ = 48  # tokens per sequence
+BATCH = 8  # sequences per step
+CLIP_NORMS = (0.3, 0.0, 0.3, 0.3)  # --clip of each step, below its gradient norm; 0: no clipping
+NONFINITE_STEP = 2  # in this step one rank's loss or gradient is not finite; nothing may change
+END_TOKEN = 5  # the token that ends a document, if a case has documents
+IGNORED_TOKEN = 3  # where the label is this token, the loss leaves it out
+# Relative errors allowed in (losses, gradient norms, weight updates). For comparison: Plain itself
+# in bf16, with its float64 weights rounded before each step, errs by up to 0.002, 0.023 and 0.25,
+# over all sizes and blocks except the size "deep".
+TOLERANCES = {"fp64": (1e-10, 1e-10, 1e-10), "bf16": (0.004, 0.08, 0.4)}
 Block = m.Block
 SIZES = {  # vocab, C, layers, heads, key/value heads, F, head dim
     "gqa": m.ModelConfig(67, 24, 5, 8, 4, 40, 8),
@@ -121,7 +125,11 @@ SIZES = {  # vocab, C, layers, heads, key/value heads, F, head dim
 
 
 class PlainLayer(torch.nn.Module):
-    """A layer of LLaMA by PyTorch's modules, with model.py's names."""
+    """A LLaMA layer made of PyTorch's modules. Its weights have model.py's names.
+
+    block: "plain" is LLaMA's layer. "norms" adds Qwen's biases and norms of q and k, "gated" adds
+    the gate of GatedBlock, and "fork" is examples/block.py.
+    """
 
     def __init__(self, cfg: m.ModelConfig, block: str):
         super().__init__()
@@ -140,11 +148,18 @@ class PlainLayer(torch.nn.Module):
         if block in ("fork", "gated"):
             self.gate = nn.Linear(c, 3, bias=False)
 
-    def forward(self, x, turn, mask):
-        def rotate(t):  # (B, heads, T, D), the pairs (i, i + D/2) as complex numbers
-            t = torch.complex(*t.double().chunk(2, -1)) * turn
+    def forward(self, x, rotation, mask):
+        """Return the layer's output (B, T, C).
+
+        rotation: RoPE's unit complex numbers (B, 1, T, D/2). mask: (B, 1 or H, T, T), True where a
+        query attends to a key, or numbers that are added to the scores.
+        """
+
+        def rotate(t):  # (B, heads, T, D), with the pairs (i, i + D/2) as complex numbers
+            t = torch.complex(*t.double().chunk(2, -1)) * rotation
             return torch.cat((t.real, t.imag), -1).to(x.dtype)
 
+        # attention
         heads = self.qkv(self.norm1(x)).unflatten(-1, (sum(self.heads), -1))
         q, k, v = heads.transpose(1, 2).split(self.heads, 1)
         if self.qkv.bias is not None:
@@ -153,16 +168,22 @@ class PlainLayer(torch.nn.Module):
         if self.block == "gated":
             o = o * torch.sigmoid(self.gate(x)).sum(-1)[:, None, :, None]
         h = x + self.out(o.transpose(1, 2).flatten(2))
+
+        # SwiGLU
         gate, up = self.gate_up(self.norm2(h)).chunk(2, -1)
         y = h + self.down(F.silu(gate) * up)
         if self.block != "fork":
             return y
+
         gate = torch.sigmoid(self.gate(x)).sum(-1, keepdim=True)
         return torch.tanh(self.last_norm(y)) * gate + x
 
 
 class Plain(torch.nn.Module):
-    """LLaMA, whose weights follow from their names; a batch's loss is the mean over its labels."""
+    """LLaMA made of PlainLayers, in float64. Its forward returns a batch's mean loss over labels.
+
+    The initial value of each weight depends on the weight's name only.
+    """
 
     def __init__(self, cfg: m.ModelConfig, block: str, kernel: str):
         super().__init__()
@@ -179,33 +200,42 @@ class Plain(torch.nn.Module):
             p.data = 1 + 0.1 * drawn if p.dim() == 1 else drawn / p.shape[1] ** 0.5
 
     def logits(self, tokens, documents: bool):
-        count = torch.arange(tokens.shape[1]).expand(tokens.shape)
-        first = torch.zeros_like(tokens, dtype=torch.bool)  # of a document
+        """Return the logits (B, T, vocab) of tokens (B, T)."""
+        index = torch.arange(tokens.shape[1]).expand(tokens.shape)
+        begins_document = torch.zeros_like(tokens, dtype=torch.bool)
         if documents:
-            first[:, 1:] = tokens[:, :-1] == END
-        of = first.cumsum(1)
-        mask = (of[:, :, None] == of[:, None]).tril()[:, None]  # (B, 1, T, T)
+            begins_document[:, 1:] = tokens[:, :-1] == END_TOKEN
+
+        # the mask: a query attends to the earlier tokens of its document
+        document = begins_document.cumsum(1)
+        mask = (document[:, :, None] == document[:, None]).tril()[:, None]  # (B, 1, T, T)
         if self.kernel == "alibi":
-            bias = 0.5 ** (1 + torch.arange(self.cfg.heads).double())  # 8 heads
-            bias = bias[:, None, None] * (count[0] - count[0][:, None])
+            slopes = 0.5 ** (1 + torch.arange(self.cfg.heads).double())  # for 8 heads
+            bias = slopes[:, None, None] * (index[0] - index[0][:, None])
             mask = torch.where(mask, bias, -torch.inf)  # (B, H, T, T)
-        positions = count - torch.where(first, count, 0).cummax(1).values
+
+        # RoPE: positions count from the beginning of each document
+        positions = index - torch.where(begins_document, index, 0).cummax(1).values
         exponent = torch.arange(0, self.cfg.head_dim, 2).double() / self.cfg.head_dim
         angle = positions[:, None, :, None] * self.cfg.rope_theta**-exponent  # (B, 1, T, D/2)
-        turn = torch.polar(torch.ones_like(angle), angle)
+        rotation = torch.polar(torch.ones_like(angle), angle)
+
         x = self.embed(tokens)
         for block in self.blocks:
-            x = block(x, turn, mask)
+            x = block(x, rotation, mask)
         return self.head(self.norm(x))
 
     def forward(self, batch: np.ndarray, documents: bool = False):
+        """Return the mean loss of a batch (B, T + 1). The end of a document predicts nothing."""
         tokens, labels = torch.from_numpy(batch[:, :-1]), torch.from_numpy(batch[:, 1:])
-        ignored = (labels == IGNORED) | (tokens == END) & bool(documents)
+        ignored = labels == IGNORED_TOKEN
+        if documents:
+            ignored = ignored | (tokens == END_TOKEN)
         labels = labels.masked_fill(ignored, -100)
         return F.cross_entropy(self.logits(tokens, documents).flatten(0, 1), labels.flatten())
 
     def weights(self) -> dict[str, torch.Tensor]:
-        """Return the parameters by model.py's names: it holds biases as vectors of their own."""
+        """Return copies of the parameters by model.py's names. There a bias is a Vector."""
         return {
             name.replace("qkv.bias", "qkv_bias.weight"): p.detach().clone()
             for name, p in self.named_parameters()
@@ -213,13 +243,16 @@ class Plain(torch.nn.Module):
 
 
 def naive_forward(q, k, v, mask):
-    """Attention as it is defined: a fork's kernel is two functions and a row."""
+    """Compute attention by its definition, document by document. Return o and its log-sum-exp.
+
+    This and naive_backward are an attention kernel as a fork would add one.
+    """
     if mask.documents is not None:
-        parts = [
-            naive_forward(*(t[None, cut] for t in (q, k, v)), attention.CAUSAL)
-            for cut in mask.documents.slices()
+        results = [
+            naive_forward(*(t[None, rows] for t in (q, k, v)), attention.CAUSAL)
+            for rows in mask.documents.slices()
         ]
-        o, lse = zip(*parts)
+        o, lse = zip(*results)
         return torch.cat(o, 1)[0], torch.cat(lse, 2)[0]
     scores, _, v = naive_scores(q, k, v, mask)
     lse = scores.logsumexp(-1)  # (B, H, T)
@@ -227,7 +260,7 @@ def naive_forward(q, k, v, mask):
 
 
 def naive_scores(q, k, v, mask):
-    """Return scores (B, H, T, S), and k, v with the heads of q."""
+    """Return scores (B, H, T, S), and k and v with as many heads as q has."""
     k, v = (t.repeat_interleave(q.shape[2] // k.shape[2], 2) for t in (k, v))
     scores = torch.einsum("bthd,bshd->bhts", q, k) * q.shape[3] ** -0.5
     if mask.causal:
@@ -237,21 +270,24 @@ def naive_scores(q, k, v, mask):
 
 
 def naive_backward(do, q, k, v, o, lse, mask):
+    """Return the gradients of q, k and v."""
     if mask.documents is not None:
-        parts = [
+        results = [
             naive_backward(
-                *(t[None, cut] for t in (do, q, k, v, o)), lse[None, :, cut], attention.CAUSAL
+                *(t[None, rows] for t in (do, q, k, v, o)), lse[None, :, rows], attention.CAUSAL
             )
-            for cut in mask.documents.slices()
+            for rows in mask.documents.slices()
         ]
-        return [torch.cat(grads, 1)[0] for grads in zip(*parts)]
+        return [torch.cat(grads, 1)[0] for grads in zip(*results)]
+
+    # o and lse are constants here: on a ring they belong to all keys, not only to these
     inputs = [t.detach().requires_grad_() for t in (q, k, v)]
-    with torch.enable_grad():  # o and lse are a whole ring's, and constants here
+    with torch.enable_grad():
         scores, _, v = naive_scores(*inputs, mask)
         p = (scores - lse[..., None]).exp()
-        given = (do * o).sum(-1).transpose(1, 2)[..., None]
+        row_sums = (do * o).sum(-1).transpose(1, 2)[..., None]  # of do * o, (B, H, T, 1)
         dp = torch.einsum("bthd,bshd->bhts", do, v)
-        grads = torch.autograd.grad((p * (dp - given)).sum(), inputs)
+        grads = torch.autograd.grad((p * (dp - row_sums)).sum(), inputs)
     return [grad.contiguous() for grad in grads]
 
 
@@ -265,72 +301,91 @@ def learning_rate(step: int) -> float:
 
 
 @functools.cache
-def windows(i: int) -> np.ndarray:
-    """Return sample i (SEQ + 1,): in some end documents, also with the first or last token, or
-    twice in a row; ids follow from each other, so that there is something to learn."""
+def make_sample(i: int) -> np.ndarray:
+    """Return the token ids of sample i, (SEQ + 1,).
+
+    An id depends on the one before it, so that there is something to learn. In most samples some
+    documents end. Sample 1 of each batch has ends at its first and last token and two in a row;
+    sample 0 has none.
+    """
     rng = np.random.default_rng(i)
     ids = (7 * np.arange(SEQ + 1) + rng.integers(3, size=SEQ + 1) + i) % 61 + 6
-    ids[rng.random(SEQ + 1) < 0.1] = END
-    ids[rng.random(SEQ + 1) < 0.1] = IGNORED
+    ids[rng.random(SEQ + 1) < 0.1] = END_TOKEN
+    ids[rng.random(SEQ + 1) < 0.1] = IGNORED_TOKEN
     if i % BATCH == 1:
-        ids[[0, 7, 8, SEQ - 1]] = END
-    return ids if i % BATCH else np.where(ids == END, END + 1, ids)
+        ids[[0, 7, 8, SEQ - 1]] = END_TOKEN
+    if i % BATCH == 0:
+        return np.where(ids == END_TOKEN, END_TOKEN + 1, ids)
+    return ids
 
 
 @functools.cache
-def answer(
+def reference_steps(
     model: str, block: str, optimizer: str, documents: tuple[int, ...], kernel: str = "cpu"
 ) -> tuple:
-    """Return the first weights, the (loss, norm) of each step, and the last weights. documents: of
-    each step, whether it has them."""
+    """Train Plain. Return its first weights, (loss, gradient norm) of each step, its last weights.
+
+    documents: for each step, whether attention stays inside documents.
+    """
     plain = Plain(SIZES[model], block, kernel)
-    before = plain.weights()
-    vectors, matrices = (
-        [p for p in plain.parameters() if (p.dim() > 1) == big] for big in (False, True)
-    )
+    first_weights = plain.weights()
+    vectors = [p for p in plain.parameters() if p.dim() == 1]
+    matrices = [p for p in plain.parameters() if p.dim() > 1]
     adamw = torch.optim.AdamW(
         [{"params": vectors, "weight_decay": 0.0}, {"params": matrices}],
         betas=(0.9, 0.95),
         weight_decay=0.1,
     )
-    states = {p: (p.data, torch.zeros_like(p)) for p in matrices if optimizer == "muon"}
-    found = []
-    for step, inside in enumerate(documents):
-        batch = np.stack([windows(step * BATCH + i) for i in range(BATCH)])
+    muon_states = {}  # matrix -> (master copy, momentum)
+    if optimizer == "muon":
+        muon_states = {p: (p.data, torch.zeros_like(p)) for p in matrices}
+
+    steps = []
+    for step, has_documents in enumerate(documents):
+        batch = np.stack([make_sample(step * BATCH + i) for i in range(BATCH)])
         adamw.zero_grad()
-        loss = plain(batch, inside)
+        loss = plain(batch, has_documents)
         loss.backward()
-        norm = torch.nn.utils.clip_grad_norm_(plain.parameters(), CLIPS[step % 4] or math.inf)
-        assert norm > CLIPS[step % 4]
-        found.append((loss.item(), norm.item()))
-        if step == SKIPPED:
-            continue
+        clip_norm = CLIP_NORMS[step % 4]
+        norm = torch.nn.utils.clip_grad_norm_(plain.parameters(), clip_norm or math.inf)
+        assert norm > clip_norm, "this step would not clip"
+        steps.append((loss.item(), norm.item()))
+        if step == NONFINITE_STEP:
+            continue  # the case makes this step's loss or gradient not finite: no update
+
+        # Muon updates the matrices. AdamW leaves parameters without gradients as they are.
         scalars = optim.make_scalars(torch.device("cpu"), torch.float64)
         scalars.lr.fill_(learning_rate(step))
-        for p, (master, momentum) in states.items():
+        for p, (master, momentum) in muon_states.items():
             named = {"master": master, "momentum": momentum}
             muon(optim.Update("", 0, p.data, p.grad, named, weight_decay=0.1, **scalars._asdict()))
-            p.grad = None  # AdamW leaves it
-        for group in adamw.param_groups:
-            group["lr"] = learning_rate(step)
+            p.grad = None
+
+        for param_group in adamw.param_groups:
+            param_group["lr"] = learning_rate(step)
         adamw.step()
-    return before, found, plain.weights()
+    return first_weights, steps, plain.weights()
 
 
-def answer_of(case: dict) -> tuple:
-    """Return what a case's steps shall be."""
+def reference_of_case(case: dict) -> tuple:
+    """Return reference_steps of the model that a case trains, for four steps."""
     documents = 4 * (case["docs"],)
-    return answer(case["model"], case["block"], case["optimizer"], documents, case["kernel"])
+    return reference_steps(
+        case["model"], case["block"], case["optimizer"], documents, case["kernel"]
+    )
 
 
 # ---------------------------------------------------------------------------- one case
-# A case is a model, what it is split by and what its layers keep. Its losses, gradient norms and
-# weights are those of Plain. Cases reach the project through `make_run`.
+# A case says which model it trains, how ranks split it, and what its layers keep for backward.
+# A case reaches the project through `make_run`.
 
-# What layers keep of their skeletal activations for backward. None: layers run whole and keep all.
-# Else they run in chunks of tokens: resident layers (the last ones, which keep x and o on the GPU),
-# the share of the resident layers' chunks that is kept, the share of the other layers' chunks that
-# is swapped, how many layers drop o, and one layer in how many keeps x.
+# What layers keep of their skeletal activations for backward (offload.ActivationPlan). None: layers
+# run whole and keep all. Otherwise they run in token chunks, and a row has five numbers:
+#   1  the number of resident layers: the last ones, which keep x and o on the GPU
+#   2  the fraction of the resident layers' chunks that is kept
+#   3  the fraction of the remaining layers' chunks that is swapped
+#   4  the number of layers that drop o
+#   5  m, if layers 0, m, 2m, ... keep x
 KEEPS = {
     "all": None,
     "x": (99, 0, 0, 99, 1),
@@ -347,32 +402,32 @@ VALUES = {  # the keys of a case line, and the values that each one takes, its d
     "model": ("gqa", "mha", "mqa", "deep"),  # a row of SIZES
     "block": ("plain", "norms", "fork"),  # norms: Qwen's biases and norms; fork: examples/block.py
     "docs": (0, 1),  # 1: attention stays inside documents
-    "micro": (1, 2, 4),  # micro-batches of a step
+    "micro": (1, 2, 4),  # micro-batches per step
     "sp": (1, 2, 4, 8),  # ranks that share a sequence
-    "ring": (1, 2, 4),  # of these, how many stand around a ring
+    "ring": (1, 2, 4),  # how many of these form a ring
     "groups": (1, 2, 4, 8),  # groups of heads, one after the other
     "tp": (1, 2, 4),  # ranks that share matrices (tensor parallelism)
-    "mode": ("msp", "mtp", "fsp"),  # of tensor parallelism
+    "mode": ("msp", "mtp", "fsp"),  # --tp-mode
     "pp": (1, 2, 4),  # pipeline stages
-    "parts": (1, 2),  # virtual stages of each stage
+    "parts": (1, 2),  # virtual stages per stage
     "p": (1, 2, 4),  # shards of parameters
     "g": (1, 2, 4, 8),  # shards of gradients
     "os": (1, 2, 4, 8),  # shards of optimizer states
-    "layout": ("intra", "inter"),  # of optimizer states: each split evenly, or whole matrices
+    "layout": ("intra", "inter"),  # --os-layout: each state is split evenly, or stays whole
     "place": ("gpu", "host"),  # where optimizer states lie
     "open": (0, 1),  # 1: nothing overlaps
     "keep": tuple(KEEPS),
-    "chunks": (3, 1),  # of tokens, in a layer
-    "optimizer": ("adamw", "muon"),  # of matrices; muon: examples/muon.py
+    "chunks": (3, 1),  # token chunks per layer
+    "optimizer": ("adamw", "muon"),  # for matrices; muon: examples/muon.py
     "dtype": ("fp64", "bf16"),
     "device": ("cpu", "cuda"),
-    "kernel": ("cpu", "naive", "alibi"),  # naive: above; alibi: examples/alibi.py
+    "kernel": ("cpu", "naive", "alibi"),  # naive: naive_forward; alibi: examples/alibi.py
 }
 DEFAULTS = {key: values[0] for key, values in VALUES.items()}
 
 
 def make_case(line: str) -> dict:
-    """'2 sp=2  # why' -> the case of 2 ranks, with defaults."""
+    """Parse a case line: '2 sp=2  # why' is the case of 2 ranks with sp=2 and defaults."""
     ranks, *words = line.partition("#")[0].split()
     case = {"ranks": ranks} | dict(word.split("=") for word in words)
     assert case.keys() <= DEFAULTS.keys(), line
@@ -380,10 +435,14 @@ def make_case(line: str) -> dict:
 
 
 def activations_of(keep: str, layers: int, chunks: int) -> offload.ActivationPlan | None:
-    """Return what so many layers of so many chunks keep; None: they run whole."""
+    """Return the plan of a row of KEEPS for this many layers and token chunks per layer.
+
+    None: layers run whole. Layers are resident in addition to the row's number if the swapped
+    layers would not divide into groups of m.
+    """
     if KEEPS[keep] is None:
         return None
-    resident, kept, swapped, dropped, stride = KEEPS[keep]
+    resident, kept, swapped, dropping_o, stride = KEEPS[keep]
     resident = min(layers, resident)
     resident += (layers - resident) % stride
     return offload.ActivationPlan(
@@ -392,57 +451,64 @@ def activations_of(keep: str, layers: int, chunks: int) -> offload.ActivationPla
         resident,
         round(kept * resident * chunks),
         round(swapped * (layers - resident) * chunks),
-        min(dropped, layers),
+        min(dropping_o, layers),
         stride,
     )
 
 
 def plan_of(case: dict) -> costs.Plan:
-    is_ = SimpleNamespace(**case)
-    norms = is_.block == "norms"
-    model = replace(SIZES[is_.model], qkv_bias=norms, qk_norm=norms)
-    micro_batch = BATCH * is_.sp * is_.tp * is_.pp // is_.ranks // is_.micro
-    tokens = micro_batch * SEQ // is_.sp
-    chunk = min(tokens, tokens // is_.chunks + 1)  # the last one is shorter
+    """Return the plan that a case runs, as the planner would make it."""
+    value = SimpleNamespace(**case)
+    norms = value.block == "norms"
+    model = replace(SIZES[value.model], qkv_bias=norms, qk_norm=norms)
+    micro_batch = BATCH * value.sp * value.tp * value.pp // value.ranks // value.micro
+    tokens = micro_batch * SEQ // value.sp
+    chunk = min(tokens, tokens // value.chunks + 1)  # so the last chunk is shorter
+    layers = costs.ceil_div(model.layers, value.pp * value.parts)  # per virtual stage, at most
     return costs.Plan(
         model,
-        planner.DTYPES[is_.dtype],
-        is_.ranks,
-        per_node=is_.ranks,
+        planner.DTYPES[value.dtype],
+        value.ranks,
+        per_node=value.ranks,
         seq=SEQ,
-        sp=is_.sp,
-        ring=is_.ring,
+        sp=value.sp,
+        ring=value.ring,
         batch=BATCH,
         micro_batch=micro_batch,
-        head_groups=is_.groups,
-        recompute="none" if is_.keep == "all" else "auto",
-        chunk=chunk if KEEPS[is_.keep] else tokens,
-        factors=shard.Factors(is_.p, is_.g, is_.os),
-        os_layout=is_.layout,
-        os_place=is_.place,
-        optimizer=is_.optimizer,
-        activations=activations_of(is_.keep, -(-model.layers // (is_.pp * is_.parts)), is_.chunks),
-        tp=is_.tp,
-        tp_mode=is_.mode,
-        pp=is_.pp,
-        pp_chunks=is_.parts,
+        head_groups=value.groups,
+        recompute="none" if value.keep == "all" else "auto",
+        chunk=chunk if KEEPS[value.keep] else tokens,
+        factors=shard.Factors(value.p, value.g, value.os),
+        os_layout=value.layout,
+        os_place=value.place,
+        optimizer=value.optimizer,
+        activations=activations_of(value.keep, layers, value.chunks),
+        tp=value.tp,
+        tp_mode=value.mode,
+        pp=value.pp,
+        pp_chunks=value.parts,
     )
 
 
 def groups_of(plan: costs.Plan, made: dict) -> Groups:
+    """Return a plan's process groups. `made` holds those of earlier cases, by (tp, pp)."""
     key = plan.tp, plan.pp
     if key not in made:
         made[key] = Groups(tp=plan.tp, pp=plan.pp)
     return made[key]
 
 
-def let_streams_be(kind: type) -> None:
+def use_stream_class(stream_class: type) -> None:
+    """Let the engine make streams of this class instead of CommStream."""
     for module in (offload, optim, shard, train):
-        module.CommStream = kind
+        module.CommStream = stream_class
 
 
 class GatedBlock(Block):
-    """A gate a token of attention's output, of which a column has some heads."""
+    """A layer that multiplies attention's output by a gate per token.
+
+    With tensor parallelism each rank has only some of the heads, but needs the whole gate.
+    """
 
     def __init__(self, cfg):
         super().__init__(cfg)
@@ -453,136 +519,177 @@ class GatedBlock(Block):
         return super().post(x, o * gate, positions)
 
 
-def make_run(case: dict, groups: dict, stream: type) -> tuple:
-    """Build a case with train.py: its run, model and states on this rank, with streams of a kind.
-    groups: made by cases before. This, plan_of and refusal are all that the harness knows of the
-    project."""
+def make_run(case: dict, groups: dict, stream_class: type) -> tuple:
+    """Build a case with train.py. Return this rank's run, model and states.
+
+    groups: the process groups of earlier cases (groups_of). This function, plan_of and
+    refusal_reason are all that the harness knows of the project.
+    """
     plan = plan_of(case)
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    # as GPUs that do not reach each other's memory, where ranks share one
-    if case["device"] == "cuda" and torch.cuda.device_count() < ranks:
-        plan = replace(plan, per_node=1)
+    if case["device"] == "cuda":
+        device = torch.device("cuda", torch.cuda.current_device())
+        if torch.cuda.device_count() < ranks:  # ranks share a GPU: no peer-to-peer copies
+            plan = replace(plan, per_node=1)
+    else:
+        device = torch.device("cpu")
     cfg = train.Config(
-        document_token=END if case["docs"] else -1,
+        document_token=END_TOKEN if case["docs"] else -1,
         overlap="none" if case["open"] else train.Config.overlap,
     )
     run = train.Run(
         cfg,
         rank,
-        (
-            torch.device("cuda", torch.cuda.current_device())
-            if case["device"] == "cuda"
-            else torch.device("cpu")
-        ),
+        device,
         case["kernel"],
         plan,
-        training=SimpleNamespace(sample=windows),
-        ignored_id=IGNORED,
+        training=SimpleNamespace(sample=make_sample),
+        ignored_id=IGNORED_TOKEN,
     )
     m.Block = {"fork": ForkBlock, "gated": GatedBlock}.get(case["block"], Block)
-    there = groups_of(plan, groups)
-    let_streams_be(stream)
-    built, states = train.build_model(run, train.make_attention(run, there), there)
-    return run, built, states
+    process_groups = groups_of(plan, groups)
+    use_stream_class(stream_class)
+    op = train.make_attention(run, process_groups)
+    model, states = train.build_model(run, op, process_groups)
+    return run, model, states
 
 
-def equal(
-    case: dict, groups: dict, answers: tuple, folder: Path | None = None, only: int = -1
+def assert_equals_plain(
+    case: dict,
+    groups: dict,
+    reference: tuple,
+    folder: Path | None = None,
+    only_step: int | None = None,
 ) -> None:
-    """Assert, on all ranks alike, that a case's steps are the answers. only: the one step that it
-    runs, whose states come from the last checkpoint in the folder, and go there."""
-    run, model, states = make_run(case, groups, Spoiled)
-    before, wanted, after = answers
-    loss_noise, norm_noise, update_noise = NOISE[case["dtype"]]
-    last = dist.get_rank() == dist.get_world_size() - 1
-    wrong = []
-    if only <= 0:
-        states.load(before.get)
+    """Run a case's four steps and compare them with Plain's (reference_steps).
+
+    The assertion fails on all ranks or on none. only_step: run only this step. Its states come
+    from the last checkpoint in the folder, and are saved there again.
+    """
+    run, model, states = make_run(case, groups, SpoilingStream)
+    first_weights, expected_steps, expected_weights = reference
+    loss_tolerance, norm_tolerance, update_tolerance = TOLERANCES[case["dtype"]]
+    is_last_rank = dist.get_rank() == dist.get_world_size() - 1
+    errors = []
+
+    if only_step is None or only_step == 0:
+        states.load(first_weights.get)
     else:
         checkpoint.load_checkpoint(states, checkpoint.find_checkpoint(folder, "latest"))
-    for i in range(4) if only < 0 else [only]:
+
+    for i in range(4) if only_step is None else [only_step]:
         batch = train.load_batch(run, i * BATCH)
+        expected_loss, expected_norm = expected_steps[i]
         if i == 0 and run.plan.pp > 1:
             model.warm_up(next(batch.micro_batches()))
-        if i == SKIPPED:
-            loss = evaluation(run, model, batch)  # of weights that were just updated
-            wrong += near(loss, wanted[i][0], loss_noise, "evaluation")
-        if i == SKIPPED and last:  # not even the loss is finite; or it is, but no gradient
+
+        if i == NONFINITE_STEP:
+            # an evaluation sees the weights that the last step has just updated
+            loss = evaluate_batch(run, model, batch)
+            errors += compare_numbers(loss, expected_loss, loss_tolerance, "evaluation")
+        if i == NONFINITE_STEP and is_last_rank:
+            # NaN: the loss itself is not finite. 1e305: the loss is finite, its gradient is not.
             factor = math.nan if case["micro"] > 1 else 1e305
             batch = replace(batch, scale=batch.scale * factor)
         if i % 2 and run.device.type == "cuda":
-            torch.cuda._sleep(3 * 10**8)  # all else could begin at once
-        loss, norm, finite = train.run_step(model, states, batch, learning_rate(i), CLIPS[i % 4])
-        if i == SKIPPED:
-            wrong += ["a step that is not finite counts"] * bool(finite)
+            torch.cuda._sleep(3 * 10**8)  # compute is late: streams that do not wait run ahead
+
+        rate, clip_norm = learning_rate(i), CLIP_NORMS[i % 4]
+        loss, norm, finite = train.run_step(model, states, batch, rate, clip_norm)
+        if i == NONFINITE_STEP:
+            if finite:
+                errors.append("a step whose loss or gradients are not finite updated the weights")
         else:
-            wrong += near(loss, wanted[i][0], loss_noise, f"step {i}, loss")
-            wrong += near(norm, wanted[i][1], norm_noise, f"step {i}, norm")
-    if (case["dtype"], case["layout"], case["g"]) == ("bf16", "intra", run.plan.state_ranks):
-        wrong += [  # sums of several are no numbers of bf16, if they need not travel to other ranks
-            f"gradients of {param.name} were rounded"
-            for param in states.sharded_params.values()
-            if case["micro"] > 1
-            and param.replicas is None
-            and param.grad_shard.any()  # no padding alone
-            and torch.equal(param.grad_shard.bfloat16(), param.grad_shard)
-        ]
-    if only < 0 or only == len(wanted) - 1:
-        found = {name: states.full_param(name).cpu() for name in after}
-        for name, (update, wanted_update) in updates(before, found, after, case["dtype"]).items():
-            error = relative(update, wanted_update)
-            wrong += [f"update of {name}: {error:.3g}"] * (not error < update_noise)
-    if only >= 0:
-        save(states, folder, only + 1)
-    every = [None] * dist.get_world_size()
-    dist.all_gather_object(every, wrong)
-    assert not any(every), next(filter(None, every))
+            errors += compare_numbers(loss, expected_loss, loss_tolerance, f"step {i}, loss")
+            errors += compare_numbers(norm, expected_norm, norm_tolerance, f"step {i}, norm")
+
+    if case["dtype"] == "bf16" and case["micro"] > 1:
+        if case["layout"] == "intra" and case["g"] == run.plan.state_ranks:
+            errors += find_rounded_gradients(states)
+
+    if only_step is None or only_step == len(expected_steps) - 1:
+        weights = {name: states.full_param(name).cpu() for name in expected_weights}
+        updates = weight_updates(first_weights, weights, expected_weights, case["dtype"])
+        for name, (update, expected_update) in updates.items():
+            error = relative(update, expected_update)
+            if not error < update_tolerance:  # so written, NaN is an error
+                errors.append(f"update of {name}: {error:.3g}")
+
+    if only_step is not None:
+        save_checkpoint(states, folder, only_step + 1)
+    errors_by_rank = [None] * dist.get_world_size()
+    dist.all_gather_object(errors_by_rank, errors)
+    assert not any(errors_by_rank), next(filter(None, errors_by_rank))
 
 
-def updates(before: dict, found: dict, after: dict, dtype: str) -> dict:
-    """Return what was added to each weight, found and wanted. In bf16 vectors count together: of
-    so few elements Adam's first steps, of one size, turn with any noise."""
-    pairs = {name: (found[name] - w, after[name] - w) for name, w in before.items()}
+def find_rounded_gradients(states: shard.States) -> list[str]:
+    """Return an error for each gradient that was accumulated in bf16 instead of float32.
+
+    A sum over several micro-batches has bits that bf16 drops. Left out are parameters with
+    replicas, because their gradients travel in bf16, and shards that hold only padding.
+    """
+    return [
+        f"gradients of {param.name} were rounded to bf16"
+        for param in states.sharded_params.values()
+        if param.replicas is None
+        and param.grad_shard.any()
+        and torch.equal(param.grad_shard.bfloat16(), param.grad_shard)
+    ]
+
+
+def weight_updates(first: dict, last: dict, expected: dict, dtype: str) -> dict:
+    """Return what four steps added to each weight: name -> (update, Plain's update).
+
+    In bf16 all vectors are joined into one row. They have few elements, and Adam's first steps
+    change each element by the same size, so noise that flips a few signs would count too much.
+    """
+    updates = {name: (last[name] - w, expected[name] - w) for name, w in first.items()}
     if dtype == "fp64":
-        return pairs
-    vectors = [pairs.pop(name) for name, w in before.items() if w.dim() == 1]
-    return pairs | {"vectors": [torch.cat(both) for both in zip(*vectors)]}
+        return updates
+    vectors = [updates.pop(name) for name, w in first.items() if w.dim() == 1]
+    return updates | {"vectors": [torch.cat(both) for both in zip(*vectors)]}
 
 
-def near(found: torch.Tensor, wanted: float, noise: float, what: str) -> list[str]:
-    """Return what is wrong, also of a NaN."""
-    same = abs(found.item() / wanted - 1) < noise
-    return [] if same else [f"{what}: {found.item()}, not {wanted}"]
+def compare_numbers(value: torch.Tensor, expected: float, tolerance: float, what: str) -> list[str]:
+    """Return a list with an error message, or an empty list. NaN is an error."""
+    if abs(value.item() / expected - 1) < tolerance:
+        return []
+    return [f"{what}: {value.item()}, not {expected}"]
 
 
-def evaluation(run: train.Run, model, batch: train.Batch) -> torch.Tensor:
+def evaluate_batch(run: train.Run, model, batch: train.Batch) -> torch.Tensor:
+    """Return the mean loss of a batch over all ranks, as train.py's evaluation computes it."""
     total = torch.zeros((), dtype=torch.float64, device=run.device)
-    for tokens, labels, scale, *where in batch.micro_batches():
+    for tokens, labels, scale, *positions in batch.micro_batches():
         with torch.no_grad():
-            total += (model(tokens, labels, None, *where, per_token=True) * scale).sum()
+            total += (model(tokens, labels, None, *positions, per_token=True) * scale).sum()
     dist.all_reduce(total)
     return total
 
 
-def saved_by(states: shard.States) -> torch.Tensor:
-    """Return a copy of all that this rank would save."""
+def values_to_save(states: shard.States) -> torch.Tensor:
+    """Return a copy of all values that this rank would save in a checkpoint, in one row."""
     return torch.cat([part.values.flatten() for part in states.state_parts().values()])
 
 
-def save(states: shard.States, folder: Path, step: int) -> None:
+def save_checkpoint(states: shard.States, folder: Path, step: int) -> None:
+    """Save states as the checkpoint of a step, with made-up facts about the run."""
     saver = checkpoint.Saver(folder, 2, states)
-    about = {"seq": 1, "batch": 1, "decay_steps": 0}
+    config = {"seq": 1, "batch": 1, "decay_steps": 0}
     saver.begin(
-        {"step": step, "samples": 0, "config": about, "model": {"max_positions": 1}, "source": {}}
+        {"step": step, "samples": 0, "config": config, "model": {"max_positions": 1}, "source": {}}
     )
     saver.finish()
 
 
-class Spoiled(streams.CommStream):
-    """A CommStream that spoils what was used, and now and then starts late, or lets compute be
-    late: by more than two layers take. Delays are other ones in each round (DELAY_SEED)."""
+class SpoilingStream(streams.CommStream):
+    """A CommStream that fills buffers with NaN when they may be overwritten, and is late at random.
 
-    random = random.Random(DELAY_SEED)  # of a rank, from `seed_delays` on
+    On a GPU it sometimes starts its work late, or makes compute late, by more than the time of two
+    layers. On a CPU it sometimes stops the host. DELAY_SEED decides when.
+    """
+
+    random = random.Random(DELAY_SEED)  # `seed_delays` gives each rank and case its own seed
 
     def done_reading(self, *buffers):
         for x in buffers:
@@ -607,78 +714,92 @@ class Spoiled(streams.CommStream):
             yield
 
     def sleep(self):
+        """Delay the current stream (GPU) or the host (CPU) now and then."""
         chance = self.random.random()
         if self.stream is not None and chance < 0.1:
-            torch.cuda._sleep(10**8)  # the current stream
+            torch.cuda._sleep(10**8)
         if self.stream is None and chance < 0.02:
-            time.sleep(0.003)  # messages come in another order
+            time.sleep(0.003)  # so messages arrive in another order
 
 
-class Message:
-    """What pipeline.Link launches, late now and then. Of ranks that share a GPU it goes by way of
-    the host: gloo has no messages of its memory."""
+class DelayedMessage:
+    """Stands for the message that pipeline.Link.launch returns, and is late now and then.
+
+    If ranks share a GPU, the message goes through host memory, because gloo does not send from GPU
+    memory.
+    """
 
     launch = pipeline.Link.launch
 
-    def __init__(self, link, way, x):
-        if Spoiled.random.random() < 0.02:
+    def __init__(self, link, operation, x):
+        if SpoilingStream.random.random() < 0.02:
             time.sleep(0.003)
-        self.sends = way is dist.isend
+        self.is_send = operation is dist.isend
         self.x = self.sent = x
         if x.is_cuda and torch.cuda.device_count() < dist.get_world_size():
-            self.sent = x.cpu() if self.sends else torch.empty_like(x, device="cpu")
-        self.work = Message.launch(link, way, self.sent)
+            self.sent = x.cpu() if self.is_send else torch.empty_like(x, device="cpu")
+        self.work = DelayedMessage.launch(link, operation, self.sent)
 
     def wait(self):
-        """Let compute wait. A message that was received is there; one that was sent has left, and
-        is spoiled, because its memory may belong to others now."""
+        """Let compute wait for the message. Then fill a sent message with NaN.
+
+        The memory of a sent message may belong to another tensor from now on.
+        """
         self.wait_for_work()
-        if self.sends:
+        if self.is_send:
             self.x.fill_(math.nan)
         elif self.sent is not self.x:
             self.x.copy_(self.sent)
 
-    def wait_for_work(self):
+    def wait_for_work(self):  # a method of its own, because tests of waits replace it
         self.work.wait()
 
 
 def seed_delays(what: str) -> None:
-    """Let this rank's delays from here on follow from DELAY_SEED and from what runs, so that a case
-    has the same delays by itself as among others."""
-    Spoiled.random.seed(f"{DELAY_SEED}, rank {dist.get_rank()}, {what}")
+    """Seed this rank's delays with DELAY_SEED and the case that follows.
+
+    So a case has the same delays whether it runs by itself or among others.
+    """
+    SpoilingStream.random.seed(f"{DELAY_SEED}, rank {dist.get_rank()}, {what}")
 
 
-def make_small() -> None:
-    """Let what is tiny here have several parts."""
-    torch.use_deterministic_algorithms(True)  # with fill_uninitialized_memory
+def use_small_pieces() -> None:
+    """Let tiny tensors have several pieces, delay messages, and make PyTorch deterministic."""
+    # it also fills fresh memory with NaN (fill_uninitialized_memory, PyTorch's default)
+    torch.use_deterministic_algorithms(True)
     optim.PIECE_ELEMENTS, ops.LOSS_ELEMENTS = 300, 67 * 7
     seed_delays("")
-    pipeline.Link.launch = lambda *message: Message(*message)
+    pipeline.Link.launch = lambda *message: DelayedMessage(*message)
 
 
-def check_cases(cases: list[dict], folder: Path, first: int = -1) -> None:
-    """Runs on each rank: all cases, in which reused buffers are spoiled, and fresh ones begin as
-    NaN, against the answers in the folder. first: they are the steps of one run, from this on."""
-    make_small()
-    groups, wrong = {}, []
-    for i, (case, wanted) in enumerate(zip(cases, torch.load(folder / "answers"))):
-        # in float64 what is computed counts, in bf16 how a kernel rounds
+def check_cases(cases: list[dict], folder: Path, first_step: int | None = None) -> None:
+    """Compare all cases with the references that the folder holds. Runs on each rank.
+
+    first_step: the cases are steps of one run, beginning with this one. Each case runs only its
+    own step.
+    """
+    use_small_pieces()
+    groups, errors = {}, []
+    for i, (case, reference) in enumerate(zip(cases, torch.load(folder / "references"))):
+        # float64 shows whether the formulas are right, so nothing is compiled. In bf16 it matters
+        # how a compiled kernel rounds.
         stance = "force_eager" if case["dtype"] == "fp64" else "default"
-        what = {key: value for key, value in case.items() if value != DEFAULTS[key]}
-        seed_delays(str(what))
+        non_defaults = {key: value for key, value in case.items() if value != DEFAULTS[key]}
+        seed_delays(str(non_defaults))
+        only_step = None if first_step is None else first_step + i
         try:
             with torch.compiler.set_stance(stance):
-                equal(case, groups, wanted, folder, -1 if first < 0 else first + i)
+                assert_equals_plain(case, groups, reference, folder, only_step)
         except AssertionError as e:
-            wrong.append(f"{what}: {e}")
-    assert not wrong, (
-        f"{len(wrong)} of {len(cases)} cases are wrong; DELAY_SEED={DELAY_SEED} repeats their "
-        "delays\n" + "\n".join(wrong)
+            errors.append(f"{non_defaults}: {e}")
+    assert not errors, (
+        f"{len(errors)} of {len(cases)} cases are wrong; DELAY_SEED={DELAY_SEED} repeats their "
+        "delays\n" + "\n".join(errors)
     )
 
 
 # ---------------------------------------------------------------------------- processes
-# All cases of a number of ranks run in one start of processes.
+# Processes start once per number of ranks, and run all cases of that number.
 
 
 @pytest.fixture
@@ -691,24 +812,27 @@ def group():
 
 @pytest.fixture(autouse=True)
 def clean_up():
-    """train.main in this process: undo what it leaves, also when it refuses."""
+    """Undo what train.main leaves in this process: signal handlers, streams, a process group."""
     handlers = [(s, signal.getsignal(s)) for s in (signal.SIGTERM, signal.SIGINT)]
     yield
     for s, handler in handlers:
         signal.signal(s, handler)
-    let_streams_be(streams.CommStream)
+    use_stream_class(streams.CommStream)
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
 def main(flags: str) -> None:
-    """Be train.py, with a short run's flags and these."""
-    train.main(f"{QUICK} {flags}".split())
+    """Run train.py in this process with QUICK_FLAGS and these flags."""
+    train.main(f"{QUICK_FLAGS} {flags}".split())
 
 
-def start(target: Callable, ranks: int, file: Path, *args, method="forkserver") -> list:
-    """Start target(rank, file, *args) on so many ranks, in processes that are forked from one that
-    has imported this file. What they print goes to the file."""
+def start_processes(target: Callable, ranks: int, file: Path, *args, method="forkserver") -> list:
+    """Start target(rank, file, *args) in one process per rank. Their output goes to the file.
+
+    method "forkserver": processes are forked from one that has imported this file, which saves
+    seconds of imports.
+    """
     context = multiprocessing.get_context(method)
     context.set_forkserver_preload(["test_all", "matplotlib.pyplot", "torch._dynamo"])
     file.touch()
@@ -719,7 +843,7 @@ def start(target: Callable, ranks: int, file: Path, *args, method="forkserver") 
 
 
 def finish(processes: list, file: Path, expect: int = 0) -> str:
-    """Return what ranks have printed when all have ended, with this status."""
+    """Wait until all processes end, and return their output. expect: their exit status."""
     deadline = time.time() + RUN_SECONDS
     for process in processes:
         process.join(max(0, deadline - time.time()))
@@ -730,54 +854,62 @@ def finish(processes: list, file: Path, expect: int = 0) -> str:
     return text
 
 
-def print_to(file: Path) -> None:
+def redirect_output(file: Path) -> None:
+    """Append this process's stdout and stderr to a file."""
     for stream in (1, 2):
         os.dup2(os.open(file, os.O_WRONLY | os.O_APPEND), stream)
 
 
 def on_ranks(ranks: int, worker: Callable, *args, gpus: int = 0) -> str:
-    """Run worker(*args) on so many ranks, and return what they print. gpus: that they have."""
+    """Run worker(*args) on this many ranks, and return their output. gpus: how many they share."""
     method = "spawn" if gpus else "forkserver"
     if gpus:
-        use_more_queues()  # as train.py; the processes inherit it before their CUDA starts
+        use_more_queues()  # as train.py does; processes inherit it before they start CUDA
     with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "said"
+        file = Path(folder) / "output"
         rest = ranks, get_free_port(), gpus, worker, args
-        return finish(start(be_rank, ranks, file, *rest, method=method), file)
+        return finish(start_processes(run_rank, ranks, file, *rest, method=method), file)
 
 
-def be_rank(
+def run_rank(
     rank: int, file: Path, ranks: int, port: int, gpus: int, worker: Callable, args: tuple
 ) -> None:
-    """Be one of on_ranks' ranks."""
-    print_to(file)
+    """Run worker(*args) as one rank of on_ranks."""
+    redirect_output(file)
     if gpus:
         torch.cuda.set_device(rank % gpus)
     store = dist.TCPStore("127.0.0.1", port, ranks, rank == 0)
     backend = "gloo" if gpus < ranks else "cpu:gloo,cuda:nccl"
-    if 0 < gpus < ranks:  # they share one, over gloo
-        dist._coalescing_manager = lambda *args, **options: contextlib.nullcontext()  # NCCL's
+    if 0 < gpus < ranks:
+        # ranks share a GPU and use gloo, which does not coalesce collectives as NCCL does
+        dist._coalescing_manager = lambda *args, **options: contextlib.nullcontext()
     dist.init_process_group(
         backend, store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=100)
     )
     worker(*args)
     print(f"rank {rank} is done", flush=True)
-    os._exit(0)  # without NCCL's farewells
+    os._exit(0)  # leave out NCCL's shutdown
 
 
-def compare(ranks: int, cases: list[dict], folder: Path, gpus: int = 0) -> None:
-    torch.save([answer_of(case) for case in cases], folder / "answers")
+def compare_with_plain(ranks: int, cases: list[dict], folder: Path, gpus: int = 0) -> None:
+    """Run cases on this many ranks and compare them with Plain."""
+    torch.save([reference_of_case(case) for case in cases], folder / "references")
     text = on_ranks(ranks, check_cases, cases, folder, gpus=gpus)
     assert text.count("is done") == ranks
 
 
 def start_train(flags: str, ranks: int, file: Path, code: str = "") -> list:
-    """Start train.py as torchrun does, which adds nothing but seconds of imports."""
-    return start(train_rank, max(1, ranks), file, ranks, get_free_port(), flags, code)
+    """Start train.py on this many ranks as torchrun would, but without its seconds of imports.
+
+    ranks 0: one process without torchrun's variables. code: run it before train.main starts.
+    """
+    args = ranks, get_free_port(), flags, code
+    return start_processes(run_train_rank, max(1, ranks), file, *args)
 
 
-def train_rank(rank: int, file: Path, ranks: int, port: int, flags: str, code: str) -> None:
-    print_to(file)
+def run_train_rank(rank: int, file: Path, ranks: int, port: int, flags: str, code: str) -> None:
+    """Run train.py as one rank of start_train."""
+    redirect_output(file)
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     if ranks:
         os.environ["RANK"] = os.environ["LOCAL_RANK"] = str(rank)
@@ -788,16 +920,17 @@ def train_rank(rank: int, file: Path, ranks: int, port: int, flags: str, code: s
 
 
 def run(flags: str, ranks: int = 0, code: str = "", expect: int = 0) -> str:
-    """Return what train.py prints on so many ranks; `code` is run before it starts. expect: the
-    exit status."""
+    """Run train.py and return its output. See start_train and, for expect, finish."""
     with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "said"
+        file = Path(folder) / "output"
         return finish(start_train(flags, ranks, file, code), file, expect)
 
 
-def log(out) -> list[dict]:
+def read_log(out) -> list[dict]:
+    """Return the rows of a run's log.jsonl. NaN and Infinity are errors, because JSON has none."""
+
     def refuse(name):
-        raise ValueError(f"{name} is no JSON")
+        raise ValueError(f"{name} is not JSON")
 
     return [
         json.loads(line, parse_constant=refuse)
@@ -806,14 +939,16 @@ def log(out) -> list[dict]:
 
 
 def losses(out) -> list:
-    return [(r["step"], r["loss"], r["grad_norm"]) for r in log(out) if "loss" in r]
+    """Return (step, loss, gradient norm) of each step that a run has logged."""
+    return [(r["step"], r["loss"], r["grad_norm"]) for r in read_log(out) if "loss" in r]
 
 
 def relative(a, b) -> float:
+    """Return the relative error ||a - b|| / ||b||."""
     return ((a.double() - b.double()).norm() / b.double().norm()).item()
 
 
-def seeded(*args) -> m.LLaMA:
+def seeded_model(*args) -> m.LLaMA:
     """Return a model in float64, with the weights of seed 0."""
     model = m.LLaMA(*args).double()
     model.init_weights(0)
@@ -821,6 +956,7 @@ def seeded(*args) -> m.LLaMA:
 
 
 def example(batch=2, seq=40, vocab=101, seed=1):
+    """Return random tokens and labels (B, T). Some labels of the first row are ignored."""
     rng = torch.Generator().manual_seed(seed)
     tokens, labels = (torch.randint(vocab, (batch, seq), generator=rng) for _ in range(2))
     labels[0, 3:17] = m.IGNORE
@@ -831,48 +967,50 @@ def example(batch=2, seq=40, vocab=101, seed=1):
 
 
 def mechanisms(case: dict) -> set[str]:
-    """Return what a case has that plain training has not."""
-    is_ = SimpleNamespace(**case)
-    found = {
-        "heads": is_.sp > is_.ring,
-        "ring": is_.ring > 1,
-        "long ring": is_.ring > 2,
-        "groups": is_.groups > 1,
-        f"tp {is_.mode}": is_.tp > 1,
-        "stages": is_.pp > 1,
-        "parts": is_.parts > 1,
-        "p>1": is_.p > 1,
-        "g>p": is_.g > is_.p,
-        "os>g": is_.os > is_.g,
-        "replicas": is_.ranks // (is_.tp * is_.pp) > is_.os,
-        "inter": is_.layout == "inter",
-        "host": is_.place == "host",
-        "in the open": is_.open,
-        "micro-batches": is_.micro > 1,
-        f"chunks {is_.keep}": KEEPS[is_.keep] is not None,
-        "documents": is_.docs,
-        f"block {is_.block}": is_.block != "plain",
-        f"kv {is_.model}": is_.model in ("mha", "mqa"),
-        "bf16": is_.dtype == "bf16",
-        "whole matrices": is_.optimizer == "muon",
+    """Return the names of a case's mechanisms: all that plain training does not have."""
+    value = SimpleNamespace(**case)
+    replicas = value.ranks // (value.tp * value.pp)
+    uses = {
+        "heads": value.sp > value.ring,
+        "ring": value.ring > 1,
+        "long ring": value.ring > 2,
+        "groups": value.groups > 1,
+        f"tp {value.mode}": value.tp > 1,
+        "stages": value.pp > 1,
+        "virtual stages": value.parts > 1,
+        "p>1": value.p > 1,
+        "g>p": value.g > value.p,
+        "os>g": value.os > value.g,
+        "replicas": replicas > value.os,
+        "inter": value.layout == "inter",
+        "host": value.place == "host",
+        "no overlap": value.open == 1,
+        "micro-batches": value.micro > 1,
+        f"chunks {value.keep}": KEEPS[value.keep] is not None,
+        "documents": value.docs == 1,
+        f"block {value.block}": value.block != "plain",
+        f"kv {value.model}": value.model in ("mha", "mqa"),
+        "bf16": value.dtype == "bf16",
+        "whole matrices": value.optimizer == "muon",
     }
-    return {name for name, there in found.items() if there}
+    return {name for name, used in uses.items() if used}
 
 
 MECHANISMS = sorted(
-    "heads,ring,long ring,groups,tp msp,tp mtp,tp fsp,stages,parts,p>1,g>p,os>g,replicas,inter,"
-    "host,in the open,micro-batches,chunks x,chunks kept,chunks again,chunks swapped,chunks mixed,"
-    "chunks no-o,chunks no-x,chunks neither,documents,block norms,block fork,kv mha,kv mqa,bf16,"
-    "whole matrices".split(",")
+    "heads,ring,long ring,groups,tp msp,tp mtp,tp fsp,stages,virtual stages,p>1,g>p,os>g,replicas,"
+    "inter,host,no overlap,micro-batches,chunks x,chunks kept,chunks again,chunks swapped,"
+    "chunks mixed,chunks no-o,chunks no-x,chunks neither,documents,block norms,block fork,kv mha,"
+    "kv mqa,bf16,whole matrices".split(",")
 )
 
 
-def pairs(case: dict) -> set[tuple[str, str]]:
+def mechanism_pairs(case: dict) -> set[tuple[str, str]]:
+    """Return all pairs of a case's mechanisms, each pair in the order of the alphabet."""
     return set(itertools.combinations(sorted(mechanisms(case)), 2))
 
 
-# Two mechanisms that never meet, by how their names begin -> a case that has both, and a regular
-# expression of the reason for which it is refused.
+# Pairs of mechanisms that the planner refuses together. A key has the first words of the two names.
+# A value has a case with both, and a regular expression for the reason of the refusal.
 NEVER_MEET = {
     ("documents", "ring"): ("2 docs=1 sp=2 ring=2", "--ring 2: .*inside documents"),
     ("documents", "long ring"): ("4 docs=1 sp=4 ring=4", "--ring 4: .*inside documents"),
@@ -887,7 +1025,7 @@ NEVER_MEET = {
         "--optimizer muon needs .*inter --p 1 --tp 1; legal here: none by these flags alone",
     ),
 }
-REFUSED = [row for row in NEVER_MEET.values() if row] + [
+REFUSED = list(NEVER_MEET.values()) + [
     (
         "1 groups=3",
         "--head-groups 3: groups have equally many of a rank's 8 query heads and of its 4",
@@ -897,78 +1035,89 @@ REFUSED = [row for row in NEVER_MEET.values() if row] + [
 
 
 def never_meet(a: str, b: str) -> bool:
-    """Return whether no case has both, in the order of the alphabet."""
-    excluded = any(a.startswith(x) and b.startswith(y) for x, y in NEVER_MEET)
-    return excluded or a.split()[0] == b.split()[0]
+    """Return whether no case has mechanisms a and b, which are in the order of the alphabet.
+
+    The planner refuses them together, or both are values of one key, such as "kv mha", "kv mqa".
+    """
+    is_refused = any(a.startswith(x) and b.startswith(y) for x, y in NEVER_MEET)
+    return is_refused or a.split()[0] == b.split()[0]
 
 
-def refusal(case: dict) -> str | None:
-    """Return why the planner refuses a case."""
-    is_ = SimpleNamespace(**case)
-    if BATCH * is_.tp * is_.pp * is_.sp % (is_.ranks * is_.micro):
-        return "no such micro-batch"
+def refusal_reason(case: dict) -> str | None:
+    """Return why the planner refuses a case. None: the case is legal."""
+    value = SimpleNamespace(**case)
+    if BATCH * value.tp * value.pp * value.sp % (value.ranks * value.micro):
+        return "ranks and micro-batches do not divide the batch"
     plan = plan_of(case)
-    same = (
+    shared_fields = (
         "seq batch micro_batch sp ring tp tp_mode pp pp_chunks head_groups os_layout os_place "
         "optimizer recompute chunk"
     )
     constraints = planner.Constraints(
-        **{name: getattr(plan, name) for name in same.split()},
+        **{name: getattr(plan, name) for name in shared_fields.split()},
         **dataclasses.asdict(plan.factors),
-        dtype=is_.dtype,
-        document_token=END if is_.docs else -1,
-        attention=is_.kernel,
+        dtype=value.dtype,
+        document_token=END_TOKEN if value.docs else -1,
+        attention=value.kernel,
     )
+    hardware = planner.Hardware(value.ranks, value.ranks, None)
     try:
-        planner.shapes(constraints, plan.model, planner.Hardware(is_.ranks, is_.ranks, None))
+        planner.shapes(constraints, plan.model, hardware)
     except ValueError as e:
         return str(e)
     return None
 
 
-def fits(case: dict) -> bool:
-    """Return whether a case may be run, and does what its keys say."""
+def is_usable(case: dict) -> bool:
+    """Return whether a case is legal, comparable with Plain, and does what all of its keys say."""
+    keep = KEEPS[case["keep"]]
     if case["dtype"] == "bf16" and case["model"] == "deep":
-        return False  # too far from float64
-    if case["parts"] > 1 == case["pp"] or case["chunks"] == 1 and KEEPS[case["keep"]] is None:
-        return False  # a key that is not heard
-    if refusal(case) is not None or any(never_meet(*pair) for pair in pairs(case)):
+        return False  # rounding errors grow too large over 17 layers
+    if case["parts"] > 1 and case["pp"] == 1:
+        return False  # without stages, parts would be ignored
+    if case["chunks"] == 1 and keep is None:
+        return False  # without token chunks, their number would be ignored
+    if refusal_reason(case) is not None:
         return False
-    kept = plan_of(case).activations
-    return kept is None or kept.resident < kept.layers or KEEPS[case["keep"]][0] >= 9  # some leave
+    if any(never_meet(*pair) for pair in mechanism_pairs(case)):
+        return False
+    # `keep` asks for layers that are not resident, so a stage must have enough layers for some
+    plan = plan_of(case).activations
+    return plan is None or plan.resident < plan.layers or keep[0] >= 9
 
 
 def random_cases(ranks: int, count: int) -> list[dict]:
-    """Return so many of all legal combinations, which are more than ten thousand."""
+    """Draw this many of all usable combinations, of which there are more than ten thousand."""
     rng = random.Random(ranks)
-    drawn = (
-        {
-            key: rng.choice(
-                [
-                    n
-                    for n in values
-                    if key == "micro" or not isinstance(n, int) or n <= max(ranks, 4)
-                ]
-            )
-            for key, values in VALUES.items()
-        }
-        | {"ranks": ranks, "device": "cpu", "kernel": "cpu"}
-        for _ in itertools.count()
-    )
-    return list(itertools.islice(filter(fits, drawn), count))
+    cases = []
+    while len(cases) < count:
+        case = {}
+        for key, values in VALUES.items():
+            possible = [
+                value
+                for value in values
+                if key == "micro" or not isinstance(value, int) or value <= max(ranks, 4)
+            ]
+            case[key] = rng.choice(possible)
+        case |= {"ranks": ranks, "device": "cpu", "kernel": "cpu"}
+        if is_usable(case):
+            cases.append(case)
+    return cases
 
 
+# CASES is the list below. ALONE has each mechanism by itself, or almost. PICKED has combinations
+# that somebody thought of, with the reason. COVER has the remaining pairs of mechanisms.
 ALONE = [
     make_case(line)
     for line in """
-1                                                     # each mechanism alone, or almost
+1                                                     # each mechanism by itself
 1 micro=4 block=norms
 1 docs=1 keep=mixed block=fork
 1 place=host micro=2
 1 dtype=bf16 micro=2 block=norms
-1 keep=swapped chunks=1 groups=2                      # one chunk: the whole layer leaves
+1 keep=swapped chunks=1 groups=2                      # one chunk: the whole layer is swapped
 1 keep=kept chunks=1 groups=2
-1 model=mqa groups=4 keep=mixed kernel=alibi          # heads share a key's, and know their numbers
+1 model=mqa groups=4 keep=mixed kernel=alibi          # heads share keys, and know their numbers
 1 model=deep keep=neither micro=2                     # several groups of layers between inputs
 1 model=deep keep=no-x
 2 p=2 g=2 os=2
@@ -979,7 +1128,7 @@ ALONE = [
 2 sp=2 groups=2
 2 sp=2 groups=4 keep=mixed kernel=alibi
 2 tp=2 mode=mtp kernel=alibi
-1 groups=8 kernel=alibi                               # of one head each
+1 groups=8 kernel=alibi                               # groups of one head
 2 sp=2 ring=2 model=mqa
 2 tp=2 mode=mtp
 2 tp=2 mode=msp
@@ -994,7 +1143,7 @@ ALONE = [
 2 keep=kept block=fork
 2 dtype=bf16 sp=2 os=2 g=2 keep=swapped block=norms
 2 os=2 layout=inter optimizer=muon micro=2            # an optimizer of whole matrices
-2 pp=2 micro=4 keep=swapped model=deep                # several in flight, each with host buffers
+2 pp=2 micro=4 keep=swapped model=deep                # micro-batches in flight have host buffers
 2 tp=2 mode=mtp keep=swapped docs=1
 2 tp=2 mode=mtp keep=mixed block=norms micro=2
 """.strip().splitlines()
@@ -1002,18 +1151,18 @@ ALONE = [
 PICKED = [
     make_case(line)
     for line in """
-2 pp=2 parts=2 micro=4 keep=mixed model=deep          # a stage's parts have other layers to swap
+2 pp=2 parts=2 micro=4 keep=mixed model=deep          # virtual stages swap different numbers
 4 os=4 layout=inter optimizer=muon place=host
-4 pp=4 parts=2 micro=4 model=deep                     # more parts than layers divide into
+4 pp=4 parts=2 micro=4 model=deep                     # 17 layers on 8 virtual stages
 4 pp=2 parts=2 micro=2 keep=neither model=deep os=2
-4 p=2 g=2 os=2 micro=2                                # two replicas of all
-4 p=1 g=2 os=2 layout=inter micro=2                   # the kept half joins the last sum once
+4 p=2 g=2 os=2 micro=2                                # two replicas of all states
+4 p=1 g=2 os=2 layout=inter micro=2                   # the kept half is summed once at the end
 4 tp=2 sp=2 g=2 os=2 micro=2
 4 tp=2 sp=2 groups=2 kernel=alibi
 4 sp=2 groups=4 p=2 g=4 os=4 keep=swapped             # keys stay for the next group, too
 4 tp=2 mode=fsp p=2 g=2 os=2
 4 tp=2 docs=1
-4 tp=4 mode=mtp                                       # a rank has one key/value head
+4 tp=4 mode=mtp                                       # one key/value head per rank
 2 tp=2 mode=mtp keep=kept block=fork                  # split matrices in token chunks
 2 tp=2 mode=mtp keep=mixed block=gated                # whole weights meet split ones
 2 tp=2 mode=mtp keep=again groups=2
@@ -1021,7 +1170,7 @@ PICKED = [
 2 tp=2 mode=mtp keep=neither model=deep
 4 tp=2 mode=mtp sp=2 keep=no-o
 4 tp=2 mode=mtp p=2 g=2 os=2 keep=mixed block=norms
-4 sp=4 ring=4 model=mqa                               # keys that go on more than once
+4 sp=4 ring=4 model=mqa                               # keys are passed on more than once
 4 sp=4 ring=4 keep=swapped g=4 os=4
 4 p=4 g=4 os=4 keep=again
 8 sp=8 ring=4 p=2 g=8 os=8
@@ -1090,20 +1239,24 @@ CASES = ALONE + PICKED + COVER
 
 @parametrize("size, block", [("gqa", "plain"), ("mqa", "norms"), ("mha", "fork")])
 def test_model_equals_plain_pytorch(size, block, monkeypatch):
-    """The model by itself, under PyTorch's autograd, has Plain's logits, its loss although that is
-    computed in parts, and its gradients. Catches a wrong gradient in a hand-written backward, and a
-    label that is lost."""
+    """The model has Plain's logits, loss and gradients, in one process and without sharding.
+
+    Its loss is computed piece by piece. Catches a wrong gradient in a hand-written backward, and a
+    label that is lost.
+    """
     norms = block == "norms"
     monkeypatch.setattr(m, "Block", ForkBlock if block == "fork" else Block)
     monkeypatch.setattr(ops, "LOSS_ELEMENTS", 67 * 7)
     cfg = replace(SIZES[size], qkv_bias=norms, qk_norm=norms)
     model, plain = m.LLaMA(cfg).double(), Plain(cfg, block, "cpu")
     model.load_state_dict(plain.weights())
-    batch = np.stack([windows(i) for i in range(3)])
+
+    batch = np.stack([make_sample(i) for i in range(3)])
     tokens, labels = torch.from_numpy(batch[:, :-1]), torch.from_numpy(batch[:, 1:])
     assert relative(model(tokens), plain.logits(tokens, False)) < 1e-13
-    (3 * model(tokens, labels.masked_fill(labels == IGNORED, m.IGNORE))).backward()
-    (3 * plain(batch)).backward()
+    (3 * model(tokens, labels.masked_fill(labels == IGNORED_TOKEN, m.IGNORE))).backward()
+    (3 * plain(batch)).backward()  # not 1, so that a backward must use the gradient it is given
+
     grads = {
         name.replace("qkv.bias", "qkv_bias.weight"): p.grad for name, p in plain.named_parameters()
     }
@@ -1115,11 +1268,13 @@ def test_model_equals_plain_pytorch(size, block, monkeypatch):
 @parametrize("kv_heads", [6, 2, 1])
 @parametrize("limit", [2**31 - 1, 5000])  # three heads of two times 50 tokens
 def test_attention_equals_its_definition(limit, kv_heads, queries, keys, monkeypatch):
-    """Attention's forward and backward equal the definition, whole and in groups of heads, none of
-    which has more elements than a kernel counts; the rectangles of a ring have no mask. Catches
-    heads that are mixed up, and an index past 2^31."""
+    """Attention's forward and backward equal the definition, with one group of heads and several.
 
-    def counted(function):
+    No call of a kernel gets a tensor with more than `limit` elements. The rectangles occur in a
+    ring, and have no mask. Catches heads that are mixed up, and an index past 2^31.
+    """
+
+    def check_sizes(function):
         def run(*args):
             assert max(x.numel() for x in args[:-1]) <= limit
             return function(*args)
@@ -1128,13 +1283,17 @@ def test_attention_equals_its_definition(limit, kv_heads, queries, keys, monkeyp
 
     monkeypatch.setattr(attention, "MAX_ELEMENTS", limit)
     kernel = attention.KERNELS["cpu"]
-    kernel = replace(kernel, forward=counted(kernel.forward), backward=counted(kernel.backward))
+    kernel = replace(
+        kernel, forward=check_sizes(kernel.forward), backward=check_sizes(kernel.backward)
+    )
+
     q, do = torch.randn(2, 2, queries, 6, 16).double()
     k, v = torch.randn(2, 2, keys, kv_heads, 16).double()
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
     mask = attention.Mask(causal=queries == keys)
     o, lse = naive_forward(*leaves, mask)
-    wanted = o, lse, *torch.autograd.grad(o, leaves, do)
+    expected = o, lse, *torch.autograd.grad(o, leaves, do)
+
     for groups, in_place in ((1, False), (kv_heads, False), (6, True)):
         op = attention.Attention("cpu", groups)
         op.kernel, op.mask = kernel, mask
@@ -1142,57 +1301,73 @@ def test_attention_equals_its_definition(limit, kv_heads, queries, keys, monkeyp
         o, lse = op.forward(*inputs)
         grads = op.backward(lambda: (do, []), *inputs, o, lse, in_place)
         lse = lse.transpose(0, 1).flatten(1, 2)  # (G, B, h, T) -> (B, H, T)
-        for ours, want in zip((o, lse, *grads), wanted, strict=True):
-            assert relative(ours, want) < 1e-13
+        for ours, reference in zip((o, lse, *grads), expected, strict=True):
+            assert relative(ours, reference) < 1e-13
 
 
 @slow
 @parametrize("ranks", [1, 2, 4, 8])
 def test_equals_one_process(ranks, tmp_path):
-    """All cases of a number of ranks equal Plain. Catches a buffer that is stale or swapped for
-    another, a sum over the wrong ranks, a gradient that is counted twice or halved, and a norm that
-    lacks a rank's share."""
+    """Each case with this number of ranks trains as Plain does.
+
+    Catches a buffer that is stale or mistaken for another one, a sum over the wrong ranks, a
+    gradient that is counted twice or halved, and a norm that lacks a rank's share.
+    """
     cases = [case for case in CASES if case["ranks"] == ranks]
     if ALL_COMBINATIONS:
         cases += random_cases(ranks, 300)
-    compare(ranks, cases, tmp_path)
+    compare_with_plain(ranks, cases, tmp_path)
 
 
-@pytest.mark.skipif("CHECK" not in os.environ, reason="test_equals_one_process has them")
+@pytest.mark.skipif("CHECK" not in os.environ, reason="test_equals_one_process has these cases")
 def test_some_equal_one_process(tmp_path):
-    """The cases of two ranks that differ from plain training in one thing equal Plain, for `make
-    check`. Catches a position or a label of another rank, in less time than all cases take."""
-    compare(2, [case for case in ALONE if case["ranks"] == 2], tmp_path)
+    """For `make check`: the cases in ALONE that have two ranks train as Plain does.
+
+    Catches a position or a label of another rank, in less time than all cases take.
+    """
+    compare_with_plain(2, [case for case in ALONE if case["ranks"] == 2], tmp_path)
 
 
-def test_cases_are_all_that_may_be():
-    """Each case is legal, each value of each key occurs, each two mechanisms meet in a case or are
-    refused together, and a run with any of them is saved and goes on from any other. Catches two
-    mechanisms that no case has together."""
-    assert all(map(fits, CASES + RESUMES + WHOLE_RESUMES))
+def test_cases_cover_all_pairs_of_mechanisms():
+    """Any two mechanisms meet in a case, or the planner refuses them together.
+
+    Each case is usable, and each value of each key occurs. The resumed runs save and load with each
+    mechanism. Catches two mechanisms that no case has together.
+    """
+    assert all(map(is_usable, CASES + RESUMES + WHOLE_RESUMES))
     assert len(CASES + RESUMES + WHOLE_RESUMES) <= 150
     for key, values in VALUES.items():
+        # the block "gated" is no value of its key; tests of GPUs take "cuda" and "naive"
         assert {case[key] for case in CASES} - {"gated"} == set(values) - {"cuda", "naive"}, key
-    met = set().union(*map(pairs, CASES))
+
+    pairs_in_cases = set().union(*map(mechanism_pairs, CASES))
     for pair in itertools.combinations(MECHANISMS, 2):
-        assert (pair in met) != never_meet(*pair), pair
-    of_models = {name for name in MECHANISMS if re.match("block|kv|bf16|whole", name)}
-    for some in (RESUMES[:-1], RESUMES[1:]):
-        assert set().union(*map(mechanisms, some)) == set(MECHANISMS) - of_models
+        assert (pair in pairs_in_cases) != never_meet(*pair), pair
+
+    # a run keeps its model and optimizer when it resumes; all else is saved once and loaded once
+    of_the_model = {name for name in MECHANISMS if re.match("block|kv|bf16|whole", name)}
+    saving, loading = RESUMES[:-1], RESUMES[1:]
+    for cases in (saving, loading):
+        assert set().union(*map(mechanisms, cases)) == set(MECHANISMS) - of_the_model
 
 
 @parametrize("line, why", REFUSED)
 def test_refused_cases(line, why):
-    """Mechanisms that never meet are refused together, with a reason. Catches a pair that is
-    refused unsaid, or is no longer refused and has no case."""
-    assert re.search(why, refusal(make_case(line)))
+    """The planner refuses mechanisms that never meet, with the right reason.
+
+    Catches a pair that the planner no longer refuses, so that it needs a case.
+    """
+    assert re.search(why, refusal_reason(make_case(line)))
 
 
 # ---------------------------------------------------------------------------- refused forks
 
 
 class ExpertBlock(Block):
-    """A layer with an expert, which has tokens on ranks below `users`; first, as it is defined."""
+    """A layer with an expert that only ranks below `users` use. It is the first matrix defined.
+
+    users 3: two ranks use the expert rightly, and they also read its weight outside `project`.
+    """
 
     users = 0
 
@@ -1219,21 +1394,33 @@ class EmbedsTwice(m.LLaMA):
 
 
 def misuse_matrices(lines: list[str]) -> None:
-    """Runs on each rank: steps in which a matrix is used twice, or never, by all or by one."""
+    """Run steps in which no, some or all ranks misuse a matrix, and print the errors.
+
+    A misuse must make the step not finite, with norm NaN, and leave all states as they were. Runs
+    on each rank.
+    """
     global Block
     torch.compiler.set_stance("force_eager")
     groups, plain, llama = {}, Block, m.LLaMA
+    steps = [  # (users, whether the embedding is used twice)
+        (2, False),  # right
+        (1, False),  # never used on rank 1
+        (0, False),  # never used
+        (2, True),  # used twice
+        (3, False),  # used outside project()
+    ]
     for line in lines:
-        for users, twice in ((2, False), (1, False), (0, False), (2, True), (3, False)):
+        for users, twice in steps:
             Block, ExpertBlock.users = ExpertBlock, users
             train.LLaMA = EmbedsTwice if twice else llama
-            run, model, states = make_run(make_case(line), groups, Spoiled)
+            run, model, states = make_run(make_case(line), groups, SpoilingStream)
             train.load_random_weights(run, states)
-            before = saved_by(states)
+            before = values_to_save(states)
             _, norm, finite = train.run_step(model, states, train.load_batch(run, 0), 0.1, 0.0)
-            same = torch.equal(before, saved_by(states))
-            wrong = users != 2 or twice
-            assert [not finite, bool(norm.isnan()), same] == 3 * [wrong], (line, users, twice)
+            unchanged = torch.equal(before, values_to_save(states))
+            misused = users != 2 or twice
+            outcome = [not finite, bool(norm.isnan()), unchanged]
+            assert outcome == 3 * [misused], (line, users, twice)
             try:
                 states.check_uses()
             except train.ConfigError as e:
@@ -1242,16 +1429,18 @@ def misuse_matrices(lines: list[str]) -> None:
 
 
 def test_misused_matrices_end_a_step():
-    """A matrix that is used twice, never, or outside `project` ends the step on all ranks alike, by
-    its name, also on a rank that has not launched what the other ranks wait for. Catches gradients
-    that are lost: of a matrix that is used twice, or of an expert that has no tokens on some
-    rank."""
+    """A matrix that is used twice, never, or outside `project` ends the run on all ranks.
+
+    The error names the matrix. Ranks also stop if one of them has not launched a collective that
+    the others wait for. Catches lost gradients: those of a matrix that is used twice, or of an
+    expert that gets no tokens on some rank.
+    """
     lines = ["2", "2 g=2 os=2 micro=2", "2 g=2 os=2 layout=inter micro=2", "2 os=2 micro=4"]
     lines += ["2 p=2 g=2 os=2 keep=mixed", "2 p=2 g=2 os=2 open=1", "2 sp=2 os=2 place=host"]
     text = on_ranks(2, misuse_matrices, lines)
-    told = Counter(re.findall(r"(?m)^(\S+ was used .*?); ", text))
+    errors = Counter(re.findall(r"(?m)^(\S+ was used .*?); ", text))
     never = "blocks.4.expert.weight was used 0 times per pass instead of"
-    assert told == {
+    assert errors == {
         f"{never} 1": 24,
         f"{never} 3": 4,
         "embed.weight was used more than once per pass": 14,
@@ -1261,21 +1450,23 @@ def test_misused_matrices_end_a_step():
 
 
 class SparseBlock(Block):
-    """A layer whose shapes depend on data."""
+    """A layer with a tensor whose shape depends on data."""
 
     def post(self, x, o, positions):
         return super().post(x, o, positions) + x[x > 0].sum()
 
 
 def test_shapes_that_depend_on_data_are_refused():
-    """A layer whose shapes depend on data is refused by a sentence of this project. Catches experts
-    that take only their own tokens, which PyTorch would refuse in words of its own."""
+    """A layer whose shapes depend on data is refused, and the error says what to do instead.
+
+    Catches experts that take only their own tokens. PyTorch's own error would not say why.
+    """
     with raises(ValueError, match="so that its shapes are known.* all tokens, masked"):
         offload.trace_block(SMALL, 16, torch.float32, SparseBlock(SMALL))
 
 
 class DependsOnData(m.Block):
-    """Saves more of tensors that hold data."""
+    """A layer that saves more when its tensors hold data than when they are meta tensors."""
 
     def post(self, x, o, positions):
         y = super().post(x, o, positions)
@@ -1283,8 +1474,10 @@ class DependsOnData(m.Block):
 
 
 def test_blocks_whose_shapes_depend_on_data_are_refused(monkeypatch, group):
-    """A layer that saves more with data than on meta tensors is refused, with its number and the
-    bytes. Catches a memory plan that counts too little."""
+    """A layer that saves more bytes with data than on meta tensors is refused.
+
+    The error has the layer's number and the bytes. Catches a memory plan that counts too little.
+    """
     monkeypatch.setattr(m, "Block", DependsOnData)
     model = m.LLaMA(SIZES["gqa"], attention.Attention("cpu"))
     plan = activations_of("swapped", 5, 3)
@@ -1293,19 +1486,26 @@ def test_blocks_whose_shapes_depend_on_data_are_refused(monkeypatch, group):
         model(*example(seq=SEQ, vocab=67))
 
 
-class Holds(m.Block):
+class StoresTensor(m.Block):
+    """A layer that stores a tensor in an attribute."""
+
     def post(self, x, o, positions):
         self.penalty = x.square().mean()
         return super().post(x, o, positions)
 
 
 def test_forks_that_would_train_wrong_are_refused(group):
-    """Refused are weights that do not train, are tied or are buffers; a layer that takes something
-    else than what the layer before it has made, because recomputation makes that again; and a layer
-    that holds for other layers what one chunk has made. A product that recomputation leaves out is
-    NaN for whoever reads it. Catches weights, layers and products that a fork uses in a way that
-    would train wrong."""
+    """A fork that would train wrong without an error is refused with one.
+
+    Refused are weights that do not train, tied weights, and buffers. So are a layer whose input is
+    not the output of the layer before it, because recomputation would take that output, and a layer
+    that stores in an attribute what it made from one chunk. If recomputation leaves out a product
+    and somebody reads it, it is NaN. Catches a fork that uses weights, layers or products in one of
+    these ways.
+    """
     cpu = torch.device("cpu")
+
+    # weights
     model = m.LLaMA(SMALL)
     model.embed.weight.requires_grad_(False)
     with raises(
@@ -1320,24 +1520,30 @@ def test_forks_that_would_train_wrong_are_refused(group):
     model.register_buffer("scale", torch.empty(1, device="meta"))
     with raises(ValueError, match="^scale: .* a buffer on the meta device gets no values"):
         shard.States(model, cpu, torch.float32)
-    model = seeded(SIZES["gqa"], attention.Attention("cpu"))
+
+    # layers
+    model = seeded_model(SIZES["gqa"], attention.Attention("cpu"))
     chunked = functools.partial(
         offload.ChunkedLayers, model, (2, SEQ), activations_of("no-x", 5, 3), SEQ - 10, cpu
     )
     layers = chunked(torch.float64)
-    model.blocks[1] = Holds(model.cfg)
+    model.blocks[1] = StoresTensor(model.cfg)
     with raises(ValueError, match="stores tensors in attributes .*penalty.*would be wrong"):
         chunked(torch.float64)
     model.layer_runner = lambda *a: lambda i, x, run=layers.start(*a): run(i, x + 1)
     with raises(ValueError, match="layer 1 does not take the very tensor that layer 0 returned"):
         model(*example(seq=SEQ, vocab=67))
+
+    # a product that recomputation leaves out
     with ops.recomputation(model.head):
         assert model.head(torch.zeros(2, model.cfg.dim)).isnan().all()
 
 
 def test_refused_weights_that_are_not_sharded(group):
-    """Weights of PyTorch's own modules are refused by their names. Catches a parameter that no rank
-    shards and no optimizer updates."""
+    """Weights that belong to PyTorch's own modules are refused, and the error names them.
+
+    Catches a parameter that no rank shards and no optimizer updates.
+    """
     with torch.device("meta"):
         model = m.LLaMA(SMALL)
         model.blocks[0].gate = torch.nn.Linear(8, 8)
@@ -1349,8 +1555,10 @@ def test_refused_weights_that_are_not_sharded(group):
 
 
 def test_refused_matrix_that_does_not_say_how_it_is_cut():
-    """Under tensor parallelism a matrix has to say how it is cut. Catches a fork's matrix of which
-    each rank would hold all, or the wrong part."""
+    """With tensor parallelism a matrix must say how it is cut, or it is refused.
+
+    Catches a fork's matrix of which each rank would hold all, or the wrong part.
+    """
     with torch.device("meta"):
         model = m.LLaMA(SMALL)
     tensor_parallel = SimpleNamespace(
@@ -1361,25 +1569,30 @@ def test_refused_matrix_that_does_not_say_how_it_is_cut():
         with raises(ValueError, match="--tp 2: the matrix 1.router does not say how it is cut"):
             tensor.split_model(model, tensor_parallel)
     for cut, parts in (("columns", (4, 4)), ("rows", (4, 3))):
-        with raises(ValueError, match=r'parts are numbers of rows.*only cut="rows" takes them'):
+        with raises(ValueError, match=r'parts are numbers of rows\. .* only cut="rows" takes them'):
             m.Matrix(8, 8, cut, parts)
 
 
 def test_pipeline_that_hands_on_another_dtype_is_refused(tmp_path):
-    """Layers that hand on another dtype than the pipeline's messages have are refused. Catches
-    activations that the next stage would read as other numbers."""
+    """Layers that return another dtype than the pipeline's messages have are refused.
+
+    Catches activations whose bytes the next stage would read as other numbers.
+    """
     code = (
         "layers = m.LLaMA.run_layers; dtypes = torch.float32, torch.bfloat16\n"
         "m.LLaMA.run_layers = lambda *a: layers(*a).to(dtypes[dist.get_rank()])\n"
         "torch.compiler.set_stance('force_eager')"
     )
-    said = run(f"--pp 2 --dtype bf16 --out {tmp_path}", 2, code, expect=1)
-    assert "return torch.float32, but messages between stages are torch.bfloat16" in said
+    text = run(f"--pp 2 --dtype bf16 --out {tmp_path}", 2, code, expect=1)
+    assert "return torch.float32, but messages between stages are torch.bfloat16" in text
 
 
 def test_refused_optimizer(group):
-    """An optimizer of whole matrices is refused where matrices are split, before any memory is
-    taken. Catches a rank that updates a part of a matrix as if it were all of it."""
+    """An optimizer that needs whole matrices is refused if matrices are split.
+
+    The refusal comes before any memory is allocated. Catches a rank that updates a part of a matrix
+    as if it were the whole matrix.
+    """
     with raises(ValueError, match="layout=intra p=1 tp=1: .* with layout=inter p=1 tp=1"):
         muon = optim.OPTIMIZERS["muon"]
         shard.States(m.LLaMA(SMALL), torch.device("cpu"), torch.float32, optimizer=muon)
@@ -1387,18 +1600,23 @@ def test_refused_optimizer(group):
 
 @dataclasses.dataclass(frozen=True)
 class ForkedConfig(m.ModelConfig):
+    """A model's configuration to which a fork has added a field."""
+
     span: int = 0
 
 
 def test_fields_that_would_be_dropped_are_refused(tmp_path, monkeypatch):
-    """A fork has given the model another field: an export and a resume refuse to forget it. Catches
-    a fork's field that is dropped without a word."""
+    """An export and a resume refuse to drop a field that a fork has added to the configuration.
+
+    An export also refuses a weight that Hugging Face's files have no name for. Catches a field or a
+    weight that is dropped without an error.
+    """
     tiny = {f.name: getattr(m.MODELS["tiny"], f.name) for f in dataclasses.fields(m.ModelConfig)}
     for module in (hf, train):
         monkeypatch.setattr(module, "ModelConfig", ForkedConfig)
-    for span, says in ((0, ""), (64, "llama's config.json has no key for span=64;")):
+    for span, error in ((0, ""), (64, "llama's config.json has no key for span=64;")):
         monkeypatch.setitem(m.MODELS, "tiny", ForkedConfig(**tiny, span=span))
-        with raises(ValueError, match=says) if says else contextlib.nullcontext():
+        with raises(ValueError, match=error) if error else contextlib.nullcontext():
             main(f"--steps 0 --out {tmp_path}/{span} --export {tmp_path}/hf-{span}")
     dist.destroy_process_group()
     with raises(ValueError, match=r"another model: span 0 \(here 64\)"):
@@ -1409,28 +1627,30 @@ def test_fields_that_would_be_dropped_are_refused(tmp_path, monkeypatch):
         main(f"--model 160m --out {tmp_path}/c --export {tmp_path}/d")
 
 
-# ---------------------------------------------------------------------------- what a fork may do
+# ---------------------------------------------------------------------------- forks that work
 
 
 @slow
 def test_fork_optimizer(tmp_path):
     """examples/muon.py trains on two ranks that share the matrices, with its flag in train.py.
-    Catches an example whose lines do not run, and a plan that splits matrices that it wants
-    whole."""
-    place = "    steps: int = flag("
-    source = (ROOT / "train.py").read_text().replace(place, f"    {FLAG}\n{place}")
+
+    Catches an example whose lines do not run, and a plan that splits matrices although the
+    optimizer needs whole ones.
+    """
+    line = "    steps: int = flag("
+    source = (ROOT / "train.py").read_text().replace(line, f"    {FLAG}\n{line}")
     (tmp_path / "fork.py").write_text(source)
     code = f"exec(Path({str(tmp_path / 'fork.py')!r}).read_text(), vars(train))"
     flags = f"--out {tmp_path}/o --optimizer muon"
-    said = run(f"{flags} --p 2", 2, code, expect=1)
-    assert "needs whole matrices: --os-layout inter --p 1" in said
+    text = run(f"{flags} --p 2", 2, code, expect=1)
+    assert "needs whole matrices: --os-layout inter --p 1" in text
     assert " inter, " in run(f"{flags} --os 2", 2, code)
     first, *_, last = losses(tmp_path / "o")
     assert last[1] < first[1]
 
 
 class Gates(m.Block):
-    """Saves several views of one tensor."""
+    """A layer that saves several views of one tensor."""
 
     def post(self, x, o, positions):
         y = super().post(x, o, positions)
@@ -1439,7 +1659,7 @@ class Gates(m.Block):
 
 
 class Complex(m.Block):
-    """Saves x as another dtype."""
+    """A layer that saves x as another dtype."""
 
     def post(self, x, o, positions):
         z = torch.view_as_complex(x.unflatten(-1, (-1, 2)))
@@ -1447,7 +1667,7 @@ class Complex(m.Block):
 
 
 class Transposed(m.Block):
-    """Returns what is not contiguous, and saves a square and its transpose."""
+    """A layer whose output is not contiguous, and which saves a square matrix and its transpose."""
 
     def post(self, x, o, positions):
         y = super().post(x, o, positions)
@@ -1457,21 +1677,21 @@ class Transposed(m.Block):
 
 
 class PassesOn(m.Block):
-    """Hands its gradient on as it is, and its output does not end in SwiGLU's product."""
+    """A layer without an MLP: x gets the output's gradient unchanged."""
 
     def post(self, x, o, positions):
         return x + self.out(o.flatten(2))
 
 
 class Forgets(m.Block):
-    """Does not use its input."""
+    """A layer whose post does not use its input x."""
 
     def post(self, x, o, positions):
         return self.out(o.flatten(2))
 
 
 class Squashes(m.Block):
-    """Saves the very q that attention gets."""
+    """A layer that saves the same tensor q that attention gets."""
 
     def pre(self, x, positions):
         q, k, v = super().pre(x, positions)
@@ -1479,7 +1699,7 @@ class Squashes(m.Block):
 
 
 class Nested(m.Block):
-    """Has matrices of one name and size."""
+    """A layer with two matrices of the same name and size."""
 
     def __init__(self, cfg):
         super().__init__(cfg)
@@ -1491,7 +1711,7 @@ class Nested(m.Block):
 
 
 class EndsInNorm(m.Block):
-    """Its last product is of a norm, whose backward wants 1 / rms, too."""
+    """A layer whose last product has a norm before it, whose backward also needs 1 / rms."""
 
     def __init__(self, cfg):
         super().__init__(cfg)
@@ -1504,38 +1724,37 @@ class EndsInNorm(m.Block):
 
 
 @parametrize("block", [Gates, Complex, Transposed, PassesOn, Forgets, Squashes, Nested, EndsInNorm])
-def test_blocks_that_save_what_nobody_guessed(block, monkeypatch, group):
-    """Layers that save views, other dtypes, transposed or no tensors have the gradients of plain
-    autograd, in chunks, in one chunk, and by groups of heads. Catches a fork's layer whose saved
-    tensors are put in the wrong place."""
+def test_blocks_that_save_unusual_tensors(block, monkeypatch, group):
+    """Layers that save views, other dtypes, transposed or no tensors have autograd's gradients.
+
+    They run with two groups of heads, in one token chunk and in three, for each row of KEEPS.
+    Catches a fork's layer whose saved tensors are stored in the wrong place.
+    """
     monkeypatch.setattr(m, "Block", block)
-    let_streams_be(Spoiled)
+    use_stream_class(SpoilingStream)
 
     def gradients(keep: str, chunks: int = 3) -> dict[str, torch.Tensor]:
-        model = seeded(SIZES["gqa"], attention.Attention("cpu", 2))
+        model = seeded_model(SIZES["gqa"], attention.Attention("cpu", 2))
         plan = activations_of(keep, 5, chunks)
         if plan:
-            offload.ChunkedLayers(
-                model,
-                (2, SEQ),
-                plan,
-                SEQ - 10 if chunks > 1 else 2 * SEQ,
-                torch.device("cpu"),
-                torch.float64,
-            )
+            chunk = SEQ - 10 if chunks > 1 else 2 * SEQ  # tokens
+            device = torch.device("cpu")
+            offload.ChunkedLayers(model, (2, SEQ), plan, chunk, device, torch.float64)
         model(*example(seq=SEQ, vocab=67)).backward()
         return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
-    wanted = gradients("all")
-    for keep, chunks in [("kept", 1), *((k, 3) for k in KEEPS if KEEPS[k])]:
-        found = gradients(keep, chunks)
-        assert found.keys() == wanted.keys()
-        for name, grad in found.items():
-            assert relative(grad, wanted[name]) < 1e-12, (keep, name)
+    expected = gradients("all")
+    in_chunks = [(keep, 3) for keep in KEEPS if KEEPS[keep]]
+    for keep, chunks in [("kept", 1), *in_chunks]:
+        grads = gradients(keep, chunks)
+        assert grads.keys() == expected.keys()
+        for name, grad in grads.items():
+            assert relative(grad, expected[name]) < 1e-12, (keep, name)
 
 
 # ---------------------------------------------------------------------------- a resume
-# One run, each of whose steps goes on from the checkpoint of another case.
+# Each step of one run is another case, and resumes from the checkpoint of the case before it.
+# RESUMES are such a run's cases for AdamW, WHOLE_RESUMES for Muon, which needs whole matrices.
 
 RESUMES = [
     make_case(line)
@@ -1582,14 +1801,15 @@ WHOLE_RESUMES = [
 @slow
 @parametrize("block, optimizer", [("norms", "adamw"), ("fork", "muon")])
 def test_resumed_under_others(block, optimizer, tmp_path):
-    """One run, each of whose steps goes on from the checkpoint of another case, equals Plain.
-    Catches a state that is read from or written into the wrong place, of rows, of columns or of
-    another rank."""
-    lines = RESUMES if optimizer == "adamw" else WHOLE_RESUMES
-    answers = answer("gqa", block, optimizer, tuple(case["docs"] for case in lines))
-    first = 0
-    for ranks, some in itertools.groupby(lines, lambda case: case["ranks"]):
-        cases = [case | {"block": block, "optimizer": optimizer} for case in some]
-        torch.save([answers] * len(cases), tmp_path / "answers")
-        on_ranks(ranks, check_cases, cases, tmp_path, first)
-        first += len(cases)
+    """A run whose steps each resume from another case's checkpoint trains as Plain does.
+
+    Catches a state that is read from or written to the wrong rows, columns or rank.
+    """
+    steps = RESUMES if optimizer == "adamw" else WHOLE_RESUMES
+    reference = reference_steps("gqa", block, optimizer, tuple(case["docs"] for case in steps))
+    first_step = 0
+    for ranks, group_of_steps in itertools.groupby(steps, lambda case: case["ranks"]):
+        cases = [case | {"block": block, "optimizer": optimizer} for case in group_of_steps]
+        torch.save([reference] * len(cases), tmp_path / "references")
+        on_ranks(ranks, check_cases, cases, tmp_path, first_step)
+        first_step += len(cases)

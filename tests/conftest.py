@@ -2,7 +2,7 @@
 
 import pytest
 
-# first, because it sets how many threads compute
+# imported first, because it sets the number of threads before torch is imported
 from test_all import clean_up, group, run  # noqa: F401
 
 pytest.register_assert_rewrite("helpers")
@@ -14,7 +14,10 @@ from helpers import hf_model
 
 @pytest.fixture(scope="session")
 def sandbox(tmp_path_factory):
-    """A folder with a Hugging Face model hf, a run of it in o, and files of ids."""
+    """A folder with a Hugging Face model (hf), a run that began with it (o), and a file of ids.
+
+    big.bin has an id that is larger than the model's vocabulary.
+    """
     folder = tmp_path_factory.mktemp("sandbox")
     hf_model(folder / "hf")
     run(f"--steps 1 --init hf:{folder}/hf --out {folder}/o")

@@ -1,33 +1,41 @@
-"""A happens-before checker: which accesses to the same bytes does no wait separate?
+"""A race detector for streams: find accesses to the same bytes that no wait separates.
 
-A GPU runs streams beside each other, so a missing wait shows only now and then, in a wrong number.
-This checker runs on a CPU and needs no luck. Each CommStream is replaced by a pretended stream. A
-case runs once, in the order of the program, and a Recorder notes a *trace*:
+A GPU runs streams concurrently, so a missing wait shows only now and then, as a wrong number. This
+checker runs on a CPU and finds it each time. It replaces each CommStream by a simulated one. A case
+runs once, in the order of the program, and a Recorder writes a *trace*, which is a list of tuples:
 
-    access   an operation on a stream reads or writes bytes of a tensor
-    mark     an event is recorded on a stream
-    wait     a stream, or the host, waits for an event
-    follow   a stream waits for all that another one has been given so far
-    free     the last tensor in some memory is gone
+    ("access", stream, memory, first, end, write, lines)   an operation on a stream reads or writes
+                                                           bytes first to end of some memory
+    ("mark", stream, event)             an event is recorded on a stream
+    ("wait", stream, event, site)       a stream, or the host, waits for an event
+    ("follow", stream, other, site)     a stream waits for all work launched on another one so far
+    ("free", memory, stream)            the last tensor in some memory is gone; the stream
+                                        allocated it
 
-`unordered(trace)` then goes through the trace with a vector clock per stream. Two accesses to the
-same bytes, at least one of which writes, are a pair unless the later one's stream has waited for
-the earlier one. Memory that is freed may be given to others on the stream that allocated it (the
-rule of PyTorch's caching allocator), so that stream must have waited for all accesses to it.
-`unordered(trace, left_out)` does the same as if one line of the source did not wait. It needs no
-second run of the case.
+`find_races(trace)` then goes through the trace with a vector clock per stream. Two accesses to the
+same bytes, at least one of them a write, are a race unless the later one's stream has waited for
+the earlier one. For example, this is a race, because nothing waits for the copy:
 
-What counts as what:
+    compute    x = torch.zeros(8)                              x.sum()
+    stream            ... waits for compute, writes x ...
 
-    collectives        operations on the current stream, as NCCL runs them if they are synchronous
+PyTorch's caching allocator reuses freed memory on the stream that allocated it. So when memory is
+freed, that stream must have waited for all accesses to the memory.
+
+`find_races(trace, ignored_site)` finds the races as if one line (file, number) of the source did
+not wait. It needs no second run of the case.
+
+How the checker sees a program:
+
+    collectives        operations on the current stream, as NCCL runs synchronous collectives
     messages           operations on a stream per communicator (pipeline.Link)
-    pinned memory      belongs to the host: a copy between it and other memory runs on the current
-                       stream; an operation on pinned memory only runs on the host
-    the host           launches in the order of the program. It waits for a stream where it reads a
+    pinned memory      belongs to the host. A copy between it and other memory runs on the current
+                       stream. An operation whose tensors are all pinned runs on the host.
+    the host           launches in the order of the program. It waits for a stream when it reads a
                        value (item), copies without non_blocking, or calls event.synchronize()
 
-Left out: all-to-alls by copies between GPUs, and CUDA graphs, which need GPUs. The bytes of a
-strided tensor are all from its first to its last one.
+It leaves out all-to-alls by copies between GPUs, and CUDA graphs, because they need GPUs. A strided
+tensor counts as all bytes from its first to its last element.
 """
 
 import contextlib
@@ -57,20 +65,21 @@ import train
 
 ROOT = Path(streams.__file__).parent
 ENGINE = {path.name for path in ROOT.glob("*.py")} - {"test_all.py"}
-COMPUTE, HOST, WRITER = "compute", "host", "writer"  # WRITER: the thread that writes checkpoints
+# Names of streams in a trace. WRITER is the thread that writes checkpoints.
+COMPUTE, HOST, WRITER = "compute", "host", "writer"
 
-# ---------------------------------------------------------------------------- what runs is recorded
+# ---------------------------------------------------------------------------- recording
 
 
 @functools.cache
 def engine_file(code: CodeType) -> str | None:
-    """Return the name of the engine's file that code belongs to, None if it is another file."""
+    """Return the name of the engine's file that has this code, or None if no engine file has it."""
     path = Path(code.co_filename)
     return path.name if path.name in ENGINE and path.parent == ROOT else None
 
 
 def caller_lines(depth: int = 3) -> tuple[tuple[str, int], ...]:
-    """Return the innermost lines (file, number) of the engine that are running."""
+    """Return the engine's innermost lines (file, number) on the call stack, at most `depth`."""
     frame = sys._getframe(2)
     lines = []
     while frame and len(lines) < depth:
@@ -81,18 +90,20 @@ def caller_lines(depth: int = 3) -> tuple[tuple[str, int], ...]:
 
 
 def waiting_line() -> tuple[str, int] | None:
-    """Return the engine's line (file, number) that waits: streams.py only passes a wait on."""
+    """Return the engine's line (file, number) that waits, outside of streams.py."""
     frame = sys._getframe(2)
     while frame and (name := engine_file(frame.f_code)) in (None, "streams.py"):
         frame = frame.f_back
     return (name, frame.f_lineno) if frame else None
 
 
-expired = torch.UntypedStorage._expired  # of a weak reference's address: asked at each operation
+# Whether the storage behind a weak reference's address is gone. It is called at each operation, so
+# it must be fast.
+expired = torch.UntypedStorage._expired
 
 
 class Memory:
-    """A storage: its number, the stream that allocated it, and whether it is the host's."""
+    """A storage, its number, the stream that allocated it, and whether it is the host's memory."""
 
     def __init__(self, storage: torch.UntypedStorage, number: int, stream: str, on_host: bool):
         self.ref = StorageWeakRef(storage)
@@ -103,7 +114,7 @@ class Memory:
 
 
 class Operator:
-    """What an operator does to its arguments, by its schema."""
+    """What an operator does with its arguments, read from its schema."""
 
     SYNCHRONIZES = ("aten::_local_scalar_dense", "aten::item", "aten::equal", "aten::nonzero")
     READS_NOTHING = ("empty", "new_", "zeros_like", "ones_like", "full_like", "aten::set_")
@@ -113,16 +124,21 @@ class Operator:
         self.name = schema.name
         self.is_collective = self.name.startswith("c10d::")
         self.is_message = self.is_collective and ("send" in self.name or "recv" in self.name)
-        # of a collective that has an output and an input the output comes first
-        one_way = "base" in self.name or "alltoall" in self.name
-        self.positional = [
-            (not one_way or i == 0) if self.is_collective else self.writes(argument)
-            for i, argument in enumerate(schema.arguments)
-        ]
-        self.named = {a.name: w for a, w in zip(schema.arguments, self.positional)}
+
+        # Whether it writes each argument. c10d's schemas do not say it: a collective with an output
+        # and an input has its output first, and other collectives work in place.
+        has_output_and_input = "base" in self.name or "alltoall" in self.name
+        self.writes_at = []
+        for i, argument in enumerate(schema.arguments):
+            if not self.is_collective:
+                self.writes_at.append(self.writes(argument))
+            else:
+                self.writes_at.append(i == 0 or not has_output_and_input)
+        self.writes_named = {a.name: w for a, w in zip(schema.arguments, self.writes_at)}
+
         returns = schema.returns
         self.is_view = (
-            not any(self.positional)
+            not any(self.writes_at)
             and bool(returns)
             and all(r.alias_info is not None and not r.alias_info.is_write for r in returns)
         )
@@ -134,6 +150,7 @@ class Operator:
 
     @staticmethod
     def writes(argument) -> bool:
+        """Return whether the schema marks an argument as written, as in `Tensor(a!) self`."""
         return bool(argument.alias_info and argument.alias_info.is_write)
 
 
@@ -141,6 +158,7 @@ operator = functools.cache(Operator)
 
 
 def tensors_in(x):
+    """Yield the tensors that have bytes in an argument, also in nested lists."""
     if isinstance(x, torch.Tensor):
         if x.device.type != "meta" and x.numel():
             yield x
@@ -150,19 +168,19 @@ def tensors_in(x):
 
 
 class Recorder(TorchDispatchMode):
-    """Records the trace of what runs inside it, on pretended streams."""
+    """A context that records the trace of all operators that run in it."""
 
-    current: "Recorder | None" = None  # the one that pretended streams tell
+    current: "Recorder | None" = None  # the active recorder, to which simulated streams add
 
     def __init__(self):
         super().__init__()
         self.trace = []
-        self.names = {}  # of streams, in words
+        self.names = {}  # stream -> its name in messages
         self.stack = [COMPUTE]  # the current stream is the last one
-        self.memory: dict[int, Memory] = {}  # by the storage's address
-        self.shared: dict[int, Memory] = {}  # that other streams than its own access
-        self.shared_numbers = set()
-        self.made = 0  # storages, streams and events, for their numbers
+        self.memory: dict[int, Memory] = {}  # by the address of the storage
+        self.shared: dict[int, Memory] = {}  # memory that another stream accesses, too
+        self.shared_numbers = set()  # the numbers of shared memory, also after it is freed
+        self.made = 0  # the last number given to a storage, a stream or an event
 
     def __enter__(self):
         Recorder.current = self
@@ -174,14 +192,17 @@ class Recorder(TorchDispatchMode):
         return super().__exit__(*error)
 
     def number(self) -> int:
+        """Return a new number."""
         self.made += 1
         return self.made
 
     # -- memory
 
     def memory_of(self, t: torch.Tensor, on_host: bool = False) -> Memory:
-        """Return the memory of a tensor. Memory that was not seen before belongs to the current
-        stream, or to the host."""
+        """Return a tensor's memory.
+
+        If it was not seen before, it was allocated by the current stream, or by the host.
+        """
         storage = t.untyped_storage()
         key = storage._cdata
         memory = self.memory.get(key)
@@ -192,7 +213,7 @@ class Recorder(TorchDispatchMode):
         return memory
 
     def note_freed(self) -> None:
-        """Note which shared memory is gone since the last operation."""
+        """Add a "free" for each shared memory that was freed since the last operation."""
         gone = [key for key, memory in self.shared.items() if expired(memory.address)]
         for key in gone:
             memory = self.shared.pop(key)
@@ -200,10 +221,11 @@ class Recorder(TorchDispatchMode):
                 self.trace.append(("free", memory.number, memory.stream))
 
     def access(self, t: torch.Tensor, write: bool, stream: str, where: tuple = ()) -> None:
+        """Add an access to all bytes of a tensor. where: the lines that make it."""
         memory = self.memory_of(t)
         first = t.storage_offset() * t.itemsize
-        span = sum((n - 1) * abs(step) for n, step in zip(t.shape, t.stride())) + 1
-        end = first + span * t.itemsize
+        elements = sum((n - 1) * abs(step) for n, step in zip(t.shape, t.stride())) + 1
+        end = first + elements * t.itemsize
         if stream != memory.stream and memory.number not in self.shared_numbers:
             self.shared_numbers.add(memory.number)
             self.shared[t.untyped_storage()._cdata] = memory
@@ -218,17 +240,23 @@ class Recorder(TorchDispatchMode):
         op = operator(func)
         out = func(*args, **kwargs)
         if op.is_view or op.is_message:
-            return out
+            return out  # a view touches no bytes; launch_message records messages
+
+        # the accesses to its arguments
         accesses = []
         if not op.reads_nothing:
-            for value, write in zip(args, op.positional):
+            for value, write in zip(args, op.writes_at):
                 accesses += [(t, write) for t in tensors_in(value)]
             for name, value in kwargs.items():
-                accesses += [(t, op.named.get(name, False)) for t in tensors_in(value)]
+                accesses += [(t, op.writes_named.get(name, False)) for t in tensors_in(value)]
+
+        # It runs on the host if all of its tensors are pinned memory.
         known = {t.untyped_storage()._cdata for t, _ in accesses}
         hosts = [self.memory_of(t).on_host for t, _ in accesses]
         on_host = bool(hosts) and all(hosts)
         stream = HOST if on_host else self.stack[-1]
+
+        # New memory in its result is allocated here, and written unless it is empty.
         for t in tensors_in(out):
             if t.untyped_storage()._cdata not in known:
                 self.memory_of(t, on_host)
@@ -237,6 +265,8 @@ class Recorder(TorchDispatchMode):
         where = caller_lines()
         for t, write in accesses:
             self.access(t, write, stream, where)
+
+        # Does the host wait for the stream?
         blocking = not any(args[op.non_blocking_at :][:1]) and not kwargs.get("non_blocking")
         blocking_copy = any(hosts) and not on_host and blocking
         if op.synchronizes or blocking_copy:
@@ -250,8 +280,8 @@ class Recorder(TorchDispatchMode):
         ]
 
 
-class PretendedEvent:
-    """An event: a number in the trace."""
+class SimulatedEvent:
+    """Stands for a CUDA event. Recording it adds a "mark" to the trace."""
 
     def __init__(self, stream: str):
         self.number = Recorder.current.number()
@@ -261,15 +291,15 @@ class PretendedEvent:
         Recorder.current.trace.append(("wait", HOST, self.number, waiting_line()))
 
 
-def wait(event: PretendedEvent | None) -> None:
-    """Stands for streams.wait."""
+def wait(event: SimulatedEvent | None) -> None:
+    """Stands for streams.wait: the current stream waits for an event."""
     recorder = Recorder.current
     if event is not None:
         recorder.trace.append(("wait", recorder.stack[-1], event.number, waiting_line()))
 
 
-class PretendedStream(streams.CommStream):
-    """Stands for a CommStream, whose work runs at once, and is recorded as this stream's."""
+class SimulatedStream(streams.CommStream):
+    """Stands for a CommStream. Its work runs at once, and is recorded as work of this stream."""
 
     def __init__(self, device: torch.device, overlap: bool = True):
         self.overlap = overlap
@@ -297,33 +327,36 @@ class PretendedStream(streams.CommStream):
         Recorder.current.stack.pop()
 
     def record_event(self):
-        return PretendedEvent(self.name) if self.stream else None
+        return SimulatedEvent(self.name) if self.stream else None
 
 
-class PretendedWork:
-    """Stands for the work of a message, whose wait lets the current stream wait."""
+class SimulatedWork:
+    """Stands for a launched message. Its wait makes the current stream wait."""
 
     def __init__(self, work: dist.Work, stream: str):
         self.work = work
-        self.event = PretendedEvent(stream)
+        self.event = SimulatedEvent(stream)
 
     def wait(self) -> None:
         self.work.wait()
         wait(self.event)
 
 
-def launch_message(link: pipeline.Link, way, x: torch.Tensor, launch=pipeline.Link.launch):
-    """Stands for Link.launch: NCCL runs a message on its communicator's stream, behind compute."""
+def launch_message(link: pipeline.Link, operation, x: torch.Tensor, launch=pipeline.Link.launch):
+    """Stands for Link.launch.
+
+    As with NCCL, a message runs on a stream of its communicator, after the current stream's work.
+    """
     recorder = Recorder.current
     stream = f"messages of {id(link.group)}"
     recorder.names.setdefault(stream, f"messages {len(recorder.names)}")
     recorder.trace.append(("follow", stream, recorder.stack[-1], None))
-    recorder.access(x, way is dist.irecv, stream)
-    return PretendedWork(launch(link, way, x), stream)
+    recorder.access(x, operation is dist.irecv, stream)
+    return SimulatedWork(launch(link, operation, x), stream)
 
 
 def pin_host_buffers(sizes: list[int], pin: bool, allocate=streams.pin_host_buffers):
-    """Stands for streams.pin_host_buffers: what it returns belongs to the host."""
+    """Stands for streams.pin_host_buffers. Its buffers are the host's memory, but not pinned."""
     with _disable_current_modes():
         buffers = allocate(sizes, pin)
     for buffer in buffers:
@@ -332,7 +365,7 @@ def pin_host_buffers(sizes: list[int], pin: bool, allocate=streams.pin_host_buff
 
 
 class RecordedPool(ThreadPoolExecutor):
-    """Stands for checkpoint.Saver's thread, which reads what it writes to the disk."""
+    """Stands for checkpoint.Saver's thread, which reads the states that it writes to the disk."""
 
     def submit(self, write, *args):
         recorder = Recorder.current
@@ -354,55 +387,71 @@ class RecordedPool(ThreadPoolExecutor):
         return job
 
 
-def pretend() -> None:
-    """Replace, in this process for good, streams, waits, messages and pinned memory."""
+def simulate_streams() -> None:
+    """Replace streams, waits, messages and pinned memory. It lasts until this process ends."""
     for module in (attention, offload, optim, replay, shard, streams):
         module.wait = wait
     for module in (offload, optim, replay, shard, train):
-        module.CommStream = PretendedStream
+        module.CommStream = SimulatedStream
     for module in (checkpoint, offload, optim):
         module.pin_host_buffers = pin_host_buffers
     pipeline.Link.launch = launch_message
     attention.gpus_reach_each_other = lambda: False
     checkpoint.ThreadPoolExecutor = RecordedPool
-    replay.load_allocator = lambda kind: None  # a step's first two runs need none
+    replay.load_allocator = lambda kind: (
+        None
+    )  # the allocator is for GPUs; the first two runs of a step do without
 
 
-# ---------------------------------------------------------------------------- what has no order
+# ---------------------------------------------------------------------------- finding races
 
 
 def join(clock: dict, other: dict) -> None:
+    """Raise a vector clock to another one: its stream has waited for all that the other knows."""
     for stream, epoch in other.items():
         if clock.get(stream, 0) < epoch:
             clock[stream] = epoch
 
 
-def sites(trace: list[tuple]) -> set[tuple[str, int]]:
-    """Return the lines (file, number) that wait in a trace."""
+def waiting_sites(trace: list[tuple]) -> set[tuple[str, int]]:
+    """Return the lines (file, number) of the source at which a trace waits."""
     return {e[3] for e in trace if e[0] in ("wait", "follow") and e[3] is not None}
 
 
-def unordered(trace: list[tuple], left_out: tuple[str, int] | None = None) -> Counter:
-    """Return the pairs of accesses that no wait separates: (earlier, later) -> how often, each a
-    kind, a stream and lines. left_out: a line that does not wait."""
-    clocks = defaultdict(dict)  # by stream: what it has waited for, as an epoch of each stream
-    events = {}
-    accesses = defaultdict(dict)  # by memory: the last one of each stream, kind and range
+def find_races(trace: list[tuple], ignored_site: tuple[str, int] | None = None) -> Counter:
+    """Return the races of a trace, and how often each one occurs.
+
+    A race is (earlier access, later access), each of them (write, stream, lines). A later access
+    ("free", stream, ()) means that the memory may be reused on the stream. ignored_site: the line
+    whose waits are ignored.
+
+    A stream's epoch counts its accesses. Its vector clock says up to which epoch of each stream it
+    has waited.
+    """
+    clocks = defaultdict(dict)  # stream -> its vector clock
+    events = {}  # event -> the vector clock of its stream when it was recorded
+    # memory -> {(stream, write, first byte, end): (epoch, lines) of the last such access}
+    accesses = defaultdict(dict)
+    # Work on a stream comes after all that the host did before it launched the work. To save time
+    # clocks join the host's only if the host's clock has changed since (host_version).
     host_version, seen_host = 0, defaultdict(int)
-    pairs = Counter()
+    races = Counter()
     for kind, *rest in trace:
         if kind == "access":
             stream, number, first, end, write, where = rest
             clock = clocks[stream]
             if stream == HOST:
                 host_version += 1
-            elif seen_host[stream] != host_version:  # nothing runs before it was launched
+            elif seen_host[stream] != host_version:
                 seen_host[stream] = host_version
                 join(clock, clocks[HOST])
+
             for (other, wrote, a, b), (epoch, earlier) in accesses[number].items():
-                conflict = other != stream and (write or wrote) and a < end and first < b
+                overlaps = a < end and first < b
+                conflict = other != stream and (write or wrote) and overlaps
                 if conflict and clock.get(other, 0) < epoch:
-                    pairs[(wrote, other, earlier), (write, stream, where)] += 1
+                    races[(wrote, other, earlier), (write, stream, where)] += 1
+
             clock[stream] = clock.get(stream, 0) + 1
             accesses[number][stream, write, first, end] = clock[stream], where
         elif kind == "mark":
@@ -410,31 +459,33 @@ def unordered(trace: list[tuple], left_out: tuple[str, int] | None = None) -> Co
             events[event] = dict(clocks[stream])
         elif kind == "wait":
             stream, event, site = rest
-            if site is None or site != left_out:
+            if site is None or site != ignored_site:
                 join(clocks[stream], events[event])
-                host_version += stream == HOST
+                if stream == HOST:
+                    host_version += 1
         elif kind == "follow":
             stream, other, site = rest
-            if site is None or site != left_out:
+            if site is None or site != ignored_site:
                 join(clocks[stream], clocks[other])
-                host_version += stream == HOST
-        else:
+                if stream == HOST:
+                    host_version += 1
+        else:  # "free"
             number, stream = rest
             clock = clocks[stream]
             for (other, wrote, _, _), (epoch, earlier) in accesses.pop(number, {}).items():
                 if other != stream and clock.get(other, 0) < epoch:
-                    pairs[(wrote, other, earlier), ("free", stream, ())] += 1
-    return pairs
+                    races[(wrote, other, earlier), ("free", stream, ())] += 1
+    return races
 
 
-def describe(pair: tuple, names: dict[str, str]) -> str:
-    """Return a pair in words."""
+def describe(race: tuple, names: dict[str, str]) -> str:
+    """Return a race in words: "write on prefetch 7 [shard.py:400] || read on compute [...]"."""
 
     def in_words(access) -> str:
         write, stream, where = access
         if write == "free":
-            return f"its memory is given to others on {names.get(stream, stream)}"
+            return f"its memory is reused on {names.get(stream, stream)}"
         lines = " < ".join(f"{file}:{line}" for file, line in where)
         return f"{'write' if write else 'read'} on {names.get(stream, stream)} [{lines}]"
 
-    return " || ".join(map(in_words, pair))
+    return " || ".join(map(in_words, race))

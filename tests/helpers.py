@@ -1,5 +1,7 @@
-"""What several files of tests/ share: faults from outside, machines and plans that are counted by
-hand, steps that are simulated.
+"""Helpers that several files of tests/ share.
+
+They cause faults from outside the program, make Hugging Face models and tokenizers, and make
+machines and plans whose times and bytes can be checked by hand.
 """
 
 import copy
@@ -27,10 +29,13 @@ import train
 from test_all import groups_of, losses, run
 
 
-def at_file(path: str, act, event: str = "open") -> None:
-    """From now on run act() whenever this process is about to open such a file, or to do something
-    else with it (an audit event of Python's): faults come from outside, and name no part of the
-    program. An error that act raises is the system's."""
+def on_file_event(path: str, act, event: str = "open") -> None:
+    """Run act() each time this process is about to open a file whose path matches a regex.
+
+    event: another of Python's audit events, such as "os.mkdir". So a test can cause a fault without
+    replacing any part of the program. If act raises an error, the program sees it as the error of
+    the system call.
+    """
 
     def hook(name, args):
         if name == event and re.search(path, str(args[0])):
@@ -39,21 +44,26 @@ def at_file(path: str, act, event: str = "open") -> None:
     sys.addaudithook(hook)
 
 
-def die() -> None:
+def kill_self() -> None:
+    """End this process at once, as the kernel does when memory runs out."""
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def full_disk() -> None:
-    raise OSError(28, "No space left on device")  # the system names no file when a write fails
+def fail_disk_full() -> None:
+    """Raise the error of a full disk. It names no file, as when a write fails."""
+    raise OSError(28, "No space left on device")
 
 
-def saved(out: Path) -> list[int]:
-    """Return the steps of the checkpoints in a folder."""
+def saved_steps(out: Path) -> list[int]:
+    """Return the steps whose checkpoints a folder holds."""
     return [int(path.name[5:]) for path in checkpoint.steps_of(out)]
 
 
-def changed_meta(path: Path, change: str) -> None:
-    """Change c, the content of a meta.json, as somebody would who wants it to be believed."""
+def edit_meta(path: Path, change: str) -> None:
+    """Edit a meta.json so that its checksum is still right.
+
+    change: Python code that changes c, the content of the file.
+    """
     c = json.loads(path.read_text())
     del c["crc32"]
     exec(change)
@@ -61,15 +71,19 @@ def changed_meta(path: Path, change: str) -> None:
 
 
 @functools.cache
-def straight(ranks: int) -> list:
-    """Return the losses of an uninterrupted run."""
+def uninterrupted_losses(ranks: int) -> list:
+    """Return the losses of a run on this many ranks that nothing interrupts."""
     with tempfile.TemporaryDirectory() as out:
         run(f"--save-every -1 --out {out}", ranks)
         return losses(out)
 
 
 def hf_model(folder, kind="llama", shard="60KB", **kw):
-    """Save a small model of transformers, with random weights, whose config.json also says kw."""
+    """Save a small Hugging Face model with random weights, and return it.
+
+    kind: its model type. shard: the largest size of a weights file. kw: more entries for
+    config.json.
+    """
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(0)
@@ -83,7 +97,7 @@ def hf_model(folder, kind="llama", shard="60KB", **kw):
         max_position_embeddings=256,
         rms_norm_eps=1e-5,
     )
-    config = AutoConfig.for_model(kind, **copy.deepcopy(size | kw))  # it adds to rope_scaling
+    config = AutoConfig.for_model(kind, **copy.deepcopy(size | kw))  # it changes rope_scaling
     theirs = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     with torch.no_grad():
         for p in theirs.parameters():
@@ -93,8 +107,11 @@ def hf_model(folder, kind="llama", shard="60KB", **kw):
 
 
 def round_machine(inside=1e30, across=1e30, **changes) -> hardware.Profile:
-    """Return a machine of 100 TFLOP/s and huge GPUs. All else takes no time but what is given: the
-    network's bytes/s inside a node of 8 and across nodes, or a field of the profile."""
+    """Return a profile of a machine with round numbers: 100 TFLOP/s, huge GPUs, 8 GPUs per node.
+
+    All else takes no time. inside, across: the network's bytes/s in a node and across nodes.
+    changes: fields of the profile that shall have other values.
+    """
     rates = dict.fromkeys(("memory", "optimizer", "to_host", "visits"), 1e30)
     return hardware.Profile(
         **{
@@ -117,7 +134,7 @@ def round_machine(inside=1e30, across=1e30, **changes) -> hardware.Profile:
     )
 
 
-# of all ranks; one sequence each
+# A small plan on 8 ranks of one node: 4 layers of the 7B model, one sequence of 32K tokens per rank
 STEP = costs.Plan(
     replace(m.MODELS["7b"], layers=4), torch.bfloat16, 8, 8, 2**15, batch=8, chunk=2**15
 )
@@ -126,20 +143,30 @@ STEP = costs.Plan(
 def fastest(
     ranks, profile, gib, model=m.MODELS["7b"], host=2**40, per_node=8, **flags
 ) -> costs.Plan:
-    """Return the planner's first choice for GPUs of so many GiB; host: bytes a rank."""
-    there = planner.Hardware(ranks, min(ranks, per_node), profile, gib * 2**30, host)
+    """Return the planner's first choice for GPUs of `gib` GiB, and check its list of plans.
+
+    All plans must fit, and the first must be within 0.2 % of the fastest. The others must be sorted
+    by time. host: bytes of host memory per rank. flags: the planner's constraints.
+    """
+    cluster = planner.Hardware(ranks, min(ranks, per_node), profile, gib * 2**30, host)
     constraints = planner.Constraints(**flags)
-    found = planner.plan(constraints, model, there)
-    rates = [plan.token_s for plan in found]
-    assert rates[1:] == sorted(rates[1:]) and rates[0] <= 1.002 * min(rates)
-    for plan in found:
-        assert plan.gpu_bytes <= gib * 2**30 and plan.host_bytes <= host
-    return found[0]
+    plans = planner.plan(constraints, model, cluster)
+
+    times = [plan.token_s for plan in plans]  # seconds per token
+    assert times[1:] == sorted(times[1:])
+    assert times[0] <= 1.002 * min(times)
+    for plan in plans:
+        assert plan.gpu_bytes <= gib * 2**30
+        assert plan.host_bytes <= host
+    return plans[0]
 
 
 def swapping_plan(model, ranks, seq, factors, kept, **choices) -> costs.Plan:
-    """Return a plan whose layers run in chunks, one sequence over all ranks, if `sp` is not chosen;
-    kept: layers, chunks, and so on, of offload.ActivationPlan; none: they run whole."""
+    """Return a plan in bf16 whose layers run in token chunks.
+
+    All ranks share one sequence, if `sp` is not among the choices. kept: the arguments of
+    offload.ActivationPlan; if empty, layers run whole.
+    """
     return costs.Plan(
         model,
         torch.bfloat16,
@@ -155,13 +182,16 @@ def swapping_plan(model, ranks, seq, factors, kept, **choices) -> costs.Plan:
 
 
 def planned_run(plan: costs.Plan) -> train.Run:
-    """Return the first rank's run of a plan, whose bytes are counted."""
+    """Return rank 0's run of a plan, on the CPU, with the plan's memory counted."""
     return train.Run(train.Config(), 0, torch.device("cpu"), "cpu", planner.with_memory(plan))
 
 
 def built(run: train.Run, as_on_gpus=False) -> tuple:
-    """Return the first rank's model and states, and a step on tokens 0. as_on_gpus: attention
-    requests what FlashAttention-4 does, and ranks of a node reach each other's memory."""
+    """Build rank 0 of a run. Return its model, its states, and a function that runs one step.
+
+    All tokens of the step are 0. as_on_gpus: attention's backward allocates the same scratch
+    tensors as FlashAttention-4, and ranks of a node reach each other's memory.
+    """
 
     def backward(do, q, k, v, o, lse, mask):
         grads = attention.KERNELS["cpu"].backward(do, q, k, v, o, lse, mask)
@@ -177,8 +207,8 @@ def built(run: train.Run, as_on_gpus=False) -> tuple:
         op.exchange.peer_access = True
     model, states = train.build_model(run, op, groups)
     plan = run.plan
-    own = plan.tokens_between_products // plan.micro_batch
-    tokens = torch.zeros(plan.micro_batches, plan.micro_batch, own).long()
+    tokens_per_sequence = plan.tokens_between_products // plan.micro_batch
+    tokens = torch.zeros(plan.micro_batches, plan.micro_batch, tokens_per_sequence).long()
     batch = train.Batch(
         tokens,
         tokens,
@@ -189,7 +219,7 @@ def built(run: train.Run, as_on_gpus=False) -> tuple:
 
 
 def make_tokenizer(folder: Path, text: str, vocab: int = 300) -> None:
-    """Write a byte-level tokenizer that is trained on a text, as a Hugging Face folder has it."""
+    """Train a byte-level BPE tokenizer on a text, and save it as a Hugging Face folder."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())
@@ -205,7 +235,7 @@ def make_tokenizer(folder: Path, text: str, vocab: int = 300) -> None:
             show_progress=False,
         ),
     )
-    tokenizer.enable_truncation(8)  # some files have it: it must not cut a text
+    tokenizer.enable_truncation(8)  # as some published files do: it must not cut a text
     folder.mkdir()
     tokenizer.save(f"{folder}/tokenizer.json")
     (folder / "tokenizer_config.json").write_text('{"eos_token": {"content": "<end>"}}')

@@ -13,8 +13,8 @@ from pytest import raises
 from torch.distributed.elastic.utils.distributed import get_free_port
 
 import train
-from helpers import at_file, changed_meta
-from test_all import QUICK, main, parametrize, run, slow
+from helpers import edit_meta, on_file_event
+from test_all import QUICK_FLAGS, main, parametrize, run, slow
 
 # Edits of a copy of the sandbox (in sh, or of a meta.json with a checksum that is right), the
 # command that is refused then, and what it says. train.py has a short run's flags, and --out new.
@@ -220,12 +220,12 @@ def test_refused(command, sentence, sandbox, tmp_path, monkeypatch, capsys):
     subprocess.run(shell, shell=True, check=True, stderr=subprocess.DEVNULL)
     for edit in edits:
         if edit.startswith("meta "):
-            changed_meta(Path("o/step-00000001/meta.json"), edit.removeprefix("meta "))
+            edit_meta(Path("o/step-00000001/meta.json"), edit.removeprefix("meta "))
     program, *flags = command.split()
     if program == "train.py":
-        flags = [*QUICK.split(), "--out", "new", *flags]
+        flags = [*QUICK_FLAGS.split(), "--out", "new", *flags]
     if "locked" in command:
-        at_file(r"locked\.txt", deny)
+        on_file_event(r"locked\.txt", deny)
     monkeypatch.setattr(sys, "argv", [program, *flags])
     with raises((ValueError, SystemExit)) as refused:
         importlib.import_module(program.removesuffix(".py")).main()

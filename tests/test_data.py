@@ -14,7 +14,7 @@ import data
 import model as m
 import train
 from helpers import make_tokenizer
-from test_all import log, main, parametrize, run, seeded, slow
+from test_all import main, parametrize, read_log, run, seeded_model, slow
 
 
 def test_data_default_is_large_sorted_text():
@@ -168,7 +168,7 @@ train.tokenise = lambda *args: (time.sleep(10), tokenise(*args))[1]
 def bare_loss(windows: list[np.ndarray], end: int) -> float:
     """Return the loss of documents, each by itself through the bare tiny model of seed 0; the label
     behind a document's end does not count."""
-    model = seeded(m.MODELS["tiny"])
+    model = seeded_model(m.MODELS["tiny"])
     found = []
     for window in map(torch.from_numpy, windows):
         ends = ((window[:-1] == end).nonzero().flatten() + 1).tolist()
@@ -191,7 +191,7 @@ def test_data_goes_on_where_it_was_left(tmp_path):
         train.main(f"--device cpu --resume {flags} {more}".split())
     sequences, _ = data.split(data.open_corpus("stdlib")[0], None, 32, 0)
     ends = (0, 4, 8, 12, 14)
-    for row, first, end in zip(log(tmp_path), ends[:-1], ends[1:], strict=True):
+    for row, first, end in zip(read_log(tmp_path), ends[:-1], ends[1:], strict=True):
         windows = [sequences.sample(i) for i in range(first, end)]
         assert row["loss"] == approx(bare_loss(windows, 10), rel=1e-11)
         assert 1 < row["keys_seen"] < 32

@@ -18,8 +18,19 @@ import checkpoint
 import ops
 import shard
 import train
-from helpers import at_file, changed_meta, full_disk, saved, straight
-from test_all import Spoiled, log, losses, main, make_case, make_run, parametrize, run, save, slow
+from helpers import edit_meta, fail_disk_full, on_file_event, saved_steps, uninterrupted_losses
+from test_all import (
+    SpoilingStream,
+    losses,
+    main,
+    make_case,
+    make_run,
+    parametrize,
+    read_log,
+    run,
+    save_checkpoint,
+    slow,
+)
 
 
 @slow
@@ -38,13 +49,13 @@ def test_killed_and_resumed_bitwise(event, path, flags, step, tmp_path):
     flags += f" --out {tmp_path} --save-every"
     run(
         f"{flags} 2",
-        code=f"from helpers import *\nat_file({path!r}, die, {event!r})",
+        code=f"from helpers import *\non_file_event({path!r}, kill_self, {event!r})",
         expect=-signal.SIGKILL,
     )
-    assert len(losses(tmp_path)) >= 4 and saved(tmp_path)
+    assert len(losses(tmp_path)) >= 4 and saved_steps(tmp_path)
     text = run(f"{flags} 3 --resume auto")
     assert f"resumed {tmp_path}/step-0000000{step} at step {step}" in text
-    assert losses(tmp_path) == straight(0) and not list(tmp_path.glob("*.tmp"))
+    assert losses(tmp_path) == uninterrupted_losses(0) and not list(tmp_path.glob("*.tmp"))
 
 
 def test_newest_whole_checkpoint_is_found(tmp_path, capsys):
@@ -62,7 +73,7 @@ def test_newest_whole_checkpoint_is_found(tmp_path, capsys):
     assert checkpoint.find_checkpoint(tmp_path, "auto").folder == second
     assert checkpoint.find_checkpoint(tmp_path / "empty", "auto") is None
     main(f"{flags} --steps 4 --resume")
-    assert saved(tmp_path) == [2, 3, 4] and saved(tmp_path / "earlier-1") == [3, 9]
+    assert saved_steps(tmp_path) == [2, 3, 4] and saved_steps(tmp_path / "earlier-1") == [3, 9]
     assert len(losses(tmp_path)) == 4
     shutil.copy(second / "rank-00000-0.safetensors", tmp_path / "step-00000004")
     with raises(ValueError, match="step-00000004/rank.* is not what was written"):
@@ -83,21 +94,21 @@ def test_going_back_is_one_with_the_log(tmp_path):
     want = losses(tmp_path)
     back = f"{flags} --resume {tmp_path}/step-00000002 --steps"
     main(f"{back} 0 --eval-every 1 --export {tmp_path}/hf")
-    assert saved(tmp_path) == [2, 4, 6] and losses(tmp_path) == want
+    assert saved_steps(tmp_path) == [2, 4, 6] and losses(tmp_path) == want
     main(f"{back} 3 --save-every -1")
-    assert saved(tmp_path) == [2] and saved(tmp_path / "earlier-1") == [4, 6]
+    assert saved_steps(tmp_path) == [2] and saved_steps(tmp_path / "earlier-1") == [4, 6]
     assert losses(tmp_path) == want[:3]
     main(f"{flags} --resume")
-    assert saved(tmp_path) == [2, 4, 6] and losses(tmp_path) == want
+    assert saved_steps(tmp_path) == [2, 4, 6] and losses(tmp_path) == want
 
 
 def test_weights_that_are_not_finite_are_not_resumed(tmp_path, group):
     """A checkpoint whose weights are not finite is refused by name. Catches a run that goes on from
     weights that are no numbers."""
-    run, _, states = make_run(make_case("1"), {}, Spoiled)
+    run, _, states = make_run(make_case("1"), {}, SpoilingStream)
     train.load_random_weights(run, states)
     states.state_parts()["master.embed.weight"].values.fill_(math.nan)
-    save(states, tmp_path, 1)
+    save_checkpoint(states, tmp_path, 1)
     with raises(ValueError, match="step-00000001: .*embed.weight has values that are not"):
         checkpoint.load_checkpoint(states, checkpoint.find_checkpoint(tmp_path, "latest"))
 
@@ -137,10 +148,10 @@ def test_resume_says_what_has_changed(tmp_path, capsys):
     flags = f"--data {words} --out {out} --steps"
     main(f"{flags} 1")
     main(f"{flags} 2 --resume")
-    rows, text = log(out), capsys.readouterr().out
+    rows, text = read_log(out), capsys.readouterr().out
     assert "at step 1; changed: steps 1 -> 2\n" in text
     words.write_bytes(bytes(range(256)) * 19)
-    changed_meta(out / "step-00000002" / "meta.json", "c['config']['threads'] = 7")
+    edit_meta(out / "step-00000002" / "meta.json", "c['config']['threads'] = 7")
     with open(out / "log.jsonl", "ab") as file:
         file.write(b'3\n{"step": null}\n{"no": 1}\n\xff\n{"step": 3, "lo')
     main(f"{flags} 3 --resume")
@@ -151,7 +162,7 @@ def test_resume_says_what_has_changed(tmp_path, capsys):
         "log.jsonl: dropped a line that is no step's row: b'{\"step\": 3, \"lo'",
     ):
         assert sentence in text
-    assert log(out)[:2] == rows and len(log(out)) == 3
+    assert read_log(out)[:2] == rows and len(read_log(out)) == 3
 
 
 @parametrize("flags", ["", "--save-async"])
@@ -160,16 +171,18 @@ def test_saving_that_fails_ends_no_run(flags, tmp_path, capsys):
     the command. Catches a full disk that ends a run."""
     out = tmp_path / "o"
     flags += " --save-every 2 --out"
-    at_file(f"{out}/step-0000000[47].tmp/rank", full_disk)
+    on_file_event(f"{out}/step-0000000[47].tmp/rank", fail_disk_full)
     main(f"{flags} {out}")
     text = capsys.readouterr().out
     assert f"step 4 was not saved: {out}/step-00000004.tmp: [Errno 28] No space left" in text
     assert re.search(r"step 6/6 .*\(step 4 was not saved", text)
-    assert saved(out) == [2, 6]
+    assert saved_steps(out) == [2, 6]
     with raises(SystemExit, match="step 7 was not saved: .* No space left"):
         main(f"{flags} {out} --steps 7 --resume")
-    assert saved(out) == [2, 6] and not [*out.glob("*.tmp")]
-    at_file(f"{tmp_path}/gone/step-00000002.tmp/rank", lambda: shutil.rmtree(tmp_path / "gone"))
+    assert saved_steps(out) == [2, 6] and not [*out.glob("*.tmp")]
+    on_file_event(
+        f"{tmp_path}/gone/step-00000002.tmp/rank", lambda: shutil.rmtree(tmp_path / "gone")
+    )
     with raises(SystemExit, match="step 6 was not saved: .*No such file or directory"):
         main(f"{flags} {tmp_path}/gone")
     assert "step 6/6" in capsys.readouterr().out
@@ -199,7 +212,7 @@ def test_saving_beside_steps_saves_the_same(tmp_path, capsys):
         while len(losses(tmp_path / "b")) < 3 and time.time() < deadline:
             time.sleep(0.1)
 
-    at_file(f"{tmp_path}/b/step-00000002.tmp", late, "os.mkdir")  # before a tensor is written
+    on_file_event(f"{tmp_path}/b/step-00000002.tmp", late, "os.mkdir")  # before a tensor is written
     flags = f"--save-every 2 --keep 9 --out {tmp_path}"
     main(f"{flags}/a")
     capsys.readouterr()

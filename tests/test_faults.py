@@ -12,7 +12,7 @@ from pathlib import Path
 from pytest import raises
 from torch.distributed.elastic.utils.distributed import get_free_port
 
-from helpers import at_file, saved, straight
+from helpers import on_file_event, saved_steps, uninterrupted_losses
 from test_all import ROOT, RUN_SECONDS, finish, losses, main, parametrize, run, slow, start_train
 
 
@@ -41,8 +41,8 @@ flag = Path(r'{tmp_path}/died')
 def once():
     if not flag.exists():
         flag.touch()
-        die()
-at_file('step-00000004.tmp/rank-00001', once)
+        kill_self()
+on_file_event('step-00000004.tmp/rank-00001', once)
 """
     torchrun = "--nproc_per_node 2 --standalone --max-restarts 1 --shutdown-timeout 5"
     flags = f"--save-every 2 --resume auto --out {tmp_path}/o"
@@ -50,7 +50,7 @@ at_file('step-00000004.tmp/rank-00001', once)
     text, _ = process.communicate(timeout=RUN_SECONDS)
     assert process.returncode == 0, text[-3000:]
     assert (tmp_path / "died").exists() and "step-00000002 at step 2" in text
-    assert losses(tmp_path / "o") == straight(2)
+    assert losses(tmp_path / "o") == uninterrupted_losses(2)
 
 
 @slow
@@ -67,7 +67,7 @@ def test_signals(ranks, number, tmp_path):
     os.kill(processes[-1].pid, number)
     text, done = finish(processes, said), len(losses(out))
     assert f"stopped by {number.name}: the run ends after step {done}\n" in text
-    assert saved(out) == [done]
+    assert saved_steps(out) == [done]
 
 
 def test_signal_in_the_last_step_leaves_nothing_out(tmp_path, monkeypatch):
@@ -76,9 +76,11 @@ def test_signal_in_the_last_step_leaves_nothing_out(tmp_path, monkeypatch):
     reader, writer = os.pipe()
     os.close(reader)
     monkeypatch.setattr(sys, "stdout", open(writer, "w"))
-    at_file(f"{tmp_path}/o/step-00000001.tmp/rank", lambda: os.kill(os.getpid(), signal.SIGTERM))
+    on_file_event(
+        f"{tmp_path}/o/step-00000001.tmp/rank", lambda: os.kill(os.getpid(), signal.SIGTERM)
+    )
     main(f"--steps 2 --save-every 1 --out {tmp_path}/o --export {tmp_path}/hf")
-    assert saved(tmp_path / "o") == [1, 2]
+    assert saved_steps(tmp_path / "o") == [1, 2]
     assert (tmp_path / "hf" / "model-00001-of-00001.safetensors").stat().st_size > 2**20
 
 
@@ -89,12 +91,12 @@ def test_data_that_goes_away(tmp_path):
     text = bytes(range(97, 122)) * 1600
     words.write_bytes(text)
     flags = f"--save-every 2 --data {words} --out {out}"
-    at_file(f"{out}/step-00000002.tmp/rank", lambda: os.truncate(words, 3000))
+    on_file_event(f"{out}/step-00000002.tmp/rank", lambda: os.truncate(words, 3000))
     message = "words.txt has become shorter than the 40000 tokens"
     with raises(SystemExit, match=f"train.py: .*{message}"):
         main(flags)
     words.write_bytes(text)
-    assert saved(out) == [2, 3]
+    assert saved_steps(out) == [2, 3]
     main(f"{flags} --resume")
     assert [step for step, *_ in losses(out)] == [1, 2, 3, 4, 5, 6]
 
@@ -112,16 +114,16 @@ import ranks
 from helpers import *
 ranks.BEAT_S = 0.2
 os.chdir(r'{tmp_path}/' + os.environ['RANK'])
-at_file('step-00000002.tmp/rank-00001', full_disk)
-at_file('step-00000003.tmp/rank-00000', lambda: time.sleep(7))
-at_file('step-00000004.tmp/rank-00001', lambda: Path('words.txt').unlink(missing_ok=True))
+on_file_event('step-00000002.tmp/rank-00001', fail_disk_full)
+on_file_event('step-00000003.tmp/rank-00000', lambda: time.sleep(7))
+on_file_event('step-00000004.tmp/rank-00001', lambda: Path('words.txt').unlink(missing_ok=True))
 """
     flags = f"--data words.txt --out {tmp_path}/o --save-every 1 --timeout 5"
     text = run(flags, 2, code, expect=1)
     assert re.search(r"step 2 was not saved: .* No space left on device \(on ranks \[1\]\)", text)
     assert re.search(r"'words.txt' \(on ranks \[1\]\): the run ends after step 5", text)
     assert text.count("train.py: [Errno") == 1 and "Traceback" not in text
-    assert saved(tmp_path / "o") == [4, 5]
+    assert saved_steps(tmp_path / "o") == [4, 5]
 
 
 @slow
@@ -137,9 +139,9 @@ def test_lost_node_comes_back(tmp_path):
 def lost():
     time.sleep(1)
     os.kill(os.getppid(), signal.SIGKILL)
-    die()
+    kill_self()
 if 'LOST' in os.environ:
-    at_file('step-00000004.tmp/rank', lost)
+    on_file_event('step-00000004.tmp/rank', lost)
 """
 
     def node(name, **env):
@@ -158,7 +160,7 @@ if 'LOST' in os.environ:
     texts = [process.communicate(timeout=120)[0] for process in (first, again)]
     assert first.returncode == again.returncode == 0, texts
     assert re.search("resumed .*step-00000002 at step 2", "".join(texts))
-    assert losses(tmp_path / "out") == straight(2)
+    assert losses(tmp_path / "out") == uninterrupted_losses(2)
 
 
 @slow
@@ -179,7 +181,7 @@ def test_failed_rank_is_named(victim, says, tmp_path):
 import ranks
 from helpers import *
 ranks.BEAT_S = 0.2
-at_file('step-00000002.tmp/rank-0000{victim}', lambda: os.kill(os.getpid(), signal.SIGSTOP))
+on_file_event('step-00000002.tmp/rank-0000{victim}', lambda: os.kill(os.getpid(), signal.SIGSTOP))
 """
     said = tmp_path / "said"
     both = start_train(f"--save-every 2 --out {tmp_path}", 2, said, code)

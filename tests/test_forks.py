@@ -22,11 +22,11 @@ from test_all import (
     SIZES,
     activations_of,
     example,
-    log,
     losses,
     parametrize,
+    read_log,
     run,
-    seeded,
+    seeded_model,
     slow,
 )
 
@@ -35,7 +35,7 @@ CPU = torch.device("cpu")
 
 def chunked(kept: str):
     """Run a model's layers in chunks, forward and backward."""
-    llama = seeded(SIZES["gqa"], attention.Attention("cpu"))
+    llama = seeded_model(SIZES["gqa"], attention.Attention("cpu"))
     plan = activations_of(kept, 5, 3)
     offload.ChunkedLayers(llama, (2, SEQ), plan, SEQ - 10, CPU, torch.float64)
     llama(*example(seq=SEQ, vocab=67)).backward()
@@ -472,7 +472,7 @@ def test_forks_that_look_at_positions_are_right_on_any_rank(fork, tmp_path):
     ):
         out = tmp_path / f"{i}"
         run(f"--steps 2 --eval-every 1 --dtype fp64 --batch 2 {flags} --out {out}", ranks, code)
-        rows = [(row["loss"], row["grad_norm"], row["val_loss"]) for row in log(out)]
+        rows = [(row["loss"], row["grad_norm"], row["val_loss"]) for row in read_log(out)]
         found.setdefault("--document-token" in flags, []).append(rows)
     for of_kind in found.values():
         for rows in of_kind[1:]:

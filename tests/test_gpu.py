@@ -20,17 +20,17 @@ from test_all import (
     CASES,
     DELAY_SEED,
     GPUS,
-    Message,
-    answer_of,
-    compare,
-    equal,
-    fits,
+    DelayedMessage,
+    assert_equals_plain,
+    compare_with_plain,
+    is_usable,
     make_case,
-    make_small,
     needs_gpu,
     on_ranks,
     parametrize,
+    reference_of_case,
     relative,
+    use_small_pieces,
 )
 
 
@@ -53,7 +53,9 @@ def gpu_cases(ranks: int) -> list[dict]:
         f"model=wide block=norms sp={ranks} ring={ranks} keep=swapped os={ranks}",
     ]
     wide = [
-        case for case in (make_case(f"{ranks} dtype=bf16 {line}") for line in lines) if fits(case)
+        case
+        for case in (make_case(f"{ranks} dtype=bf16 {line}") for line in lines)
+        if is_usable(case)
     ]
     return cases + [case | {"device": "cuda", "kernel": name} for case in wide for name in kernels]
 
@@ -65,13 +67,13 @@ def test_gpu_equals_one_process(ranks, tmp_path):
     with late streams. Catches what a CPU hides: streams that run beside each other."""
     if ranks > max(2, GPUS):
         pytest.skip(f"{GPUS} GPUs")
-    compare(ranks, gpu_cases(ranks), tmp_path, gpus=min(ranks, GPUS))
+    compare_with_plain(ranks, gpu_cases(ranks), tmp_path, gpus=min(ranks, GPUS))
 
 
 def check_waits(cases: list[dict], hidden: set[str], folder: Path) -> None:
     """Runs on each rank: each line that lets a stream wait, of those that these cases reach and
     nothing hides, is left out by itself, and then one of them must fail. Prints what becomes."""
-    make_small()
+    use_small_pieces()
     print(f"DELAY_SEED={DELAY_SEED} repeats these delays", flush=True)
     torch.compiler.set_stance("force_eager")
     left_out, reached, groups = None, [], {}
@@ -96,11 +98,11 @@ def check_waits(cases: list[dict], hidden: set[str], folder: Path) -> None:
         return wait_unless_left_out
 
     torch.cuda.Stream.wait_event = may_be_left_out(torch.cuda.Stream.wait_event)
-    Message.wait_for_work = may_be_left_out(Message.wait_for_work)
-    asked = list(zip(cases, torch.load(folder / "answers")))
-    for case, answers_of in asked:
+    DelayedMessage.wait_for_work = may_be_left_out(DelayedMessage.wait_for_work)
+    asked = list(zip(cases, torch.load(folder / "references")))
+    for case, reference in asked:
         reached.append(set())
-        equal(case, groups, answers_of)
+        assert_equals_plain(case, groups, reference)
     every = [None] * dist.get_world_size()
     dist.all_gather_object(every, reached)
     reached_by = [set().union(*ranks) for ranks in zip(*every)]  # each case, on any rank
@@ -110,9 +112,9 @@ def check_waits(cases: list[dict], hidden: set[str], folder: Path) -> None:
             continue
         missed = False
         reaching = [pair for pair, sites in zip(asked, reached_by) if left_out in sites]
-        for case, answers_of in 8 * reaching:  # streams are late now and then
+        for case, reference in 8 * reaching:  # streams are late now and then
             try:
-                equal(case, groups, answers_of)
+                assert_equals_plain(case, groups, reference)
             except AssertionError:  # on all ranks alike
                 missed = True
                 break
@@ -167,7 +169,7 @@ def test_gpu_waits(ranks, shown, hidden, lines, tmp_path):
     if ranks > GPUS:
         pytest.skip(f"{GPUS} GPUs")
     cases = [make_case(f"{ranks} {line} device=cuda kernel=naive") for line in lines]
-    torch.save([answer_of(case) for case in cases], tmp_path / "answers")
+    torch.save([reference_of_case(case) for case in cases], tmp_path / "references")
     text = on_ranks(ranks, check_waits, cases, hidden, tmp_path, gpus=ranks)
     assert "RIGHT" not in text and len(set(re.findall("without .*: wrong", text))) >= shown, text
 

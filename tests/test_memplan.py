@@ -37,14 +37,14 @@ from test_all import (
     ROOT,
     SMALL,
     example,
-    log,
     make_case,
     make_run,
     needs_gpu,
     on_ranks,
     parametrize,
+    read_log,
     run,
-    seeded,
+    seeded_model,
     slow,
 )
 
@@ -203,7 +203,7 @@ def test_memory_replay_is_bit_equal():
     old plan."""
 
     def make_step():
-        model = seeded(SMALL)
+        model = seeded_model(SMALL)
         optimizer = torch.optim.AdamW(model.parameters())
         kept = []
 
@@ -295,7 +295,7 @@ def test_planned_run_is_bit_equal(tmp_path):
     run(f"{flags} --out {tmp_path}/off", 2)
     text = run(f"{flags} --out {tmp_path}/on --memplan on", 2)
     assert re.search("memory plan of a step: .* buffers, peak .*two levels", text)
-    off, on = (log(tmp_path / name) for name in ("off", "on"))
+    off, on = (read_log(tmp_path / name) for name in ("off", "on"))
     counts = {row["step"]: row["memplan"] for row in on if row["memplan"]}
     assert [*counts] == [4, 5, 6] and min(count["hits"] for count in counts.values()) > 100
     for key in ("loss", "grad_norm", "val_loss"):
@@ -469,7 +469,7 @@ def test_gradients_of_chunks_are_rounded_once(group):
 def test_forgotten_activations_are_freed(group):
     """A forward without a backward (out of memory, say) and one with it leave nothing behind: what
     autograd saves does not hold what holds its graph. Catches memory that is never freed."""
-    model = seeded(SMALL, attention.Attention("cpu"))
+    model = seeded_model(SMALL, attention.Attention("cpu"))
     plan = offload.ActivationPlan(SMALL.layers, 4, SMALL.layers, 5)
     layers = offload.ChunkedLayers(model, (2, 20), plan, 10, torch.device("cpu"), torch.float64)
     made, forward = [], layers.forward

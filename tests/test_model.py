@@ -14,7 +14,7 @@ import hardware
 import model as m
 import ops
 import tensor
-from test_all import SMALL, example, needs_gpu, parametrize, relative, seeded
+from test_all import SMALL, example, needs_gpu, parametrize, relative, seeded_model
 
 
 @parametrize(
@@ -107,7 +107,7 @@ def test_seeds_make_other_weights():
 def test_logits_follow_from_earlier_tokens_and_distances():
     """Logits do not change if later tokens change, or if all positions shift. Catches a token that
     attends to later tokens, and a position that is not relative."""
-    model = seeded(SMALL)
+    model = seeded_model(SMALL)
     tokens, _ = example()
     later = torch.arange(40) >= 30
     logits = model(tokens)
@@ -120,7 +120,7 @@ def test_logits_follow_from_earlier_tokens_and_distances():
 def test_all_labels_ignored():
     """If all labels are ignored, the loss and the gradients are zero. Catches a mean over no
     labels, which would be NaN."""
-    model = seeded(SMALL)
+    model = seeded_model(SMALL)
     tokens, labels = example()
     loss = model(tokens, torch.full_like(labels, m.IGNORE))
     loss.backward()
@@ -131,7 +131,7 @@ def test_all_labels_ignored():
 def test_losses_of_tokens_have_no_gradients():
     """The mean of the tokens' losses is the loss, and they have no gradients. Catches a validation
     that holds the graphs of all layers."""
-    model = seeded(SMALL)
+    model = seeded_model(SMALL)
     tokens, labels = example()
     losses = model(tokens, labels, per_token=True)
     assert not losses.requires_grad
@@ -209,7 +209,7 @@ def test_another_activation_is_a_prologue(monkeypatch):
     """Block's example of another activation has PyTorch's gradients, may be split for --tp, and
     recomputation finds its unread product. Catches an example that does not run."""
     monkeypatch.setattr(m, "Block", Gelu)
-    block = seeded(SMALL).blocks[0]
+    block = seeded_model(SMALL).blocks[0]
     u = torch.randn(2, 3, SMALL.ffn).double().requires_grad_()
     weight = block.down.weight
     dy = torch.randn(2, 3, SMALL.dim).double()

@@ -9,7 +9,7 @@ import attention
 import pipeline
 import tensor
 import train
-from test_all import END, SEQ, Spoiled, make_case, make_run, parametrize
+from test_all import END_TOKEN, SEQ, SpoilingStream, make_case, make_run, parametrize
 
 
 @parametrize("seq, sp, ring", [(45, 3, 1), (24, 6, 2), (48, 8, 8), (72, 12, 4)])
@@ -27,12 +27,12 @@ def test_parts_of_a_sequence_are_all_of_it(seq, sp, ring):
 def test_positions_restart_with_documents(group):
     """Positions begin again with each document, and so does the count of the keys that a token
     sees. Catches positions, or keys, that go on over a document's border."""
-    run, _, _ = make_run(make_case("1 docs=1"), {}, Spoiled)
+    run, _, _ = make_run(make_case("1 docs=1"), {}, SpoilingStream)
     batch = train.load_batch(run, 0)
     tokens, positions = batch.tokens.flatten(0, 1), batch.positions.flatten(0, 1)
     wanted = torch.zeros_like(positions)
     for i in range(1, SEQ):
-        wanted[:, i] = torch.where(tokens[:, i - 1] == END, 0, wanted[:, i - 1] + 1)
+        wanted[:, i] = torch.where(tokens[:, i - 1] == END_TOKEN, 0, wanted[:, i - 1] + 1)
     assert torch.equal(positions, wanted)
     assert batch.keys_seen.item() == approx((2 * wanted + 1).double().mean().item())
 

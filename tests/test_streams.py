@@ -1,9 +1,16 @@
-"""No access to memory races another one, and no wait is without a reason.
+"""Show that no two accesses to memory race, and that each wait in the source is needed.
 
-The cases run on CPUs with pretended streams (happens_before.py), so a race is found without luck
-and without a GPU. The first test wants no pair of accesses without an order. The second one leaves
-out each line of the source that waits, and wants a pair then. Together they say that the engine
-has the waits that it needs, and that a change which loses one will be noticed.
+The cases run on CPUs with simulated streams (happens_before.py), so a race is found without luck
+and without a GPU. A *race* is a pair of accesses to the same bytes, at least one a write, that no
+wait separates.
+
+    test_accesses_have_an_order       runs the cases, and fails if there is a race
+    test_each_wait_has_a_reason       ignores one waiting line of the source at a time, and fails
+                                      if no case has a race then
+    test_waits_are_those_of_the_source    fails if a case waits at a line that was not ignored
+
+Together they show that the engine has the waits that it needs, and that a change which loses one
+will be noticed.
 
 `make test` runs the cases below. `make test-all` also runs all cases of test_all.py.
 """
@@ -27,47 +34,47 @@ from test_all import (
     ALL_COMBINATIONS,
     BATCH,
     ROOT,
-    evaluation,
+    evaluate_batch,
     make_case,
     make_run,
-    make_small,
     on_ranks,
     parametrize,
     slow,
+    use_small_pieces,
 )
 from test_all import CASES as ALL_CASES
 
-# Lines as in test_all.py. Each case trains two steps, with an evaluation between them. Three more
-# words say what else happens:
-#     +save      after each step a checkpoint is saved from copies (--save-async)
-#     +graph     steps run as those that become a CUDA graph do, on a stream of their own
-#     +buffers   optimizer states have as many buffers as they have pieces
+# Case lines as in test_all.py. Each case trains two steps, with an evaluation between them. A line
+# may have three more words:
+#     +save      save a checkpoint from copies after each step (--save-async)
+#     +graph     run steps on a stream of their own, as steps that become a CUDA graph do
+#     +buffers   give each piece of the optimizer states a buffer of its own
 CASES = """
 1 place=host micro=2 keep=mixed +save
-1 place=host +buffers                       # so few pieces that no buffer is filled twice in a step
+1 place=host +buffers                       # no buffer is filled twice in a step
 1 open=1 +graph
-1 keep=neither model=deep                   # inputs are made again from every second layer's
+1 keep=neither model=deep                   # x is recomputed from every second layer's x
 2 pp=2 micro=4 keep=swapped model=deep      # a pipeline that swaps
 2 pp=2 parts=2 micro=2                      # an interleaved pipeline
 2 p=2 g=2 os=2 place=host keep=kept         # parameters in two shards, states on the host
 2 p=2 g=2 os=2 micro=2
 2 g=2 os=2 layout=inter place=host
 2 sp=2 ring=2 g=2 os=2                      # a ring
-2 sp=2 groups=4 keep=mixed                  # Ulysses: chunks are kept, swapped and recomputed
+2 sp=2 groups=4 keep=mixed                  # Ulysses, with chunks kept, swapped and recomputed
 2 tp=2 mode=mtp keep=swapped                # tensor parallelism, with and without chunks
 2 tp=2 mode=msp os=1
 2 os=2 keep=no-o                            # two layers drop o
-2 os=2 keep=no-x +save                      # inputs are made again from every third layer's
+2 os=2 keep=no-x +save                      # x is recomputed from every third layer's x
 2 dtype=bf16 keep=again                     # a gradient is cast, and then summed over replicas
 4 sp=4 ring=2 groups=2                      # a ring between ranks that share heads
-4 sp=4 ring=4 p=2 g=2 os=4                  # sums of a ring that go on more than once
+4 sp=4 ring=4 p=2 g=2 os=4                  # gradients are passed on more than once
 """
 PIECE_BUFFERS = optim.PIECE_BUFFERS
 EXTRAS = {"+save", "+graph", "+buffers"}
 
 
 def parse(line: str) -> tuple[dict, set[str]]:
-    """Return the case of a line, and what else happens in it."""
+    """Parse a line of CASES. Return its case and its extra words."""
     words = line.partition("#")[0].split()
     case = make_case(" ".join(word for word in words if word not in EXTRAS))
     return case, EXTRAS.intersection(words)
@@ -75,7 +82,8 @@ def parse(line: str) -> tuple[dict, set[str]]:
 
 LINES = {line.partition("#")[0].strip(): parse(line) for line in CASES.strip().splitlines()}
 
-# Calls that look like a wait, and that the checker does not judge: a file, or a call in it -> why.
+# Calls that look like a wait, but that the tests do not ignore in turn: a file, or a call in a file
+# -> the reason.
 NOT_JUDGED = {
     "bench.py": "it times kernels, and no case runs it",
     "measure.py": "it times kernels, and no case runs it",
@@ -90,24 +98,32 @@ NOT_JUDGED = {
 # ---------------------------------------------------------------------------- the checker
 
 
-def pairs_of(program) -> list[str]:
-    """Return the pairs without an order of a program that takes a stream, in words."""
+def races_of(program) -> list[str]:
+    """Run a program that takes a stream, and return its races in words, sorted."""
     recorder = happens_before.Recorder()
     with recorder:
-        stream = happens_before.PretendedStream(torch.device("cpu"))
+        stream = happens_before.SimulatedStream(torch.device("cpu"))
         recorder.names[stream.name] = "stream"
-        kept = program(stream)
-    del kept
-    found = happens_before.unordered(recorder.shared_trace())
-    return sorted(
-        re.sub(r" \[.*?\]", "", happens_before.describe(p, {stream.name: "stream"})) for p in found
-    )
+        result = program(stream)  # alive until the recording ends, so that it is not freed in it
+    del result
+    races = happens_before.find_races(recorder.shared_trace())
+    names = {stream.name: "stream"}
+    described = [happens_before.describe(race, names) for race in races]
+    return sorted(re.sub(r" \[.*?\]", "", text) for text in described)  # without lines
 
 
 def test_checker_finds_what_is_wrong():
-    """The checker finds a wait that is missing before, behind and beside a stream's work, and none
-    in a program that waits. Catches a checker that is blind."""
+    """The checker finds a missing wait before and after a stream's work, and when memory is freed.
 
+    It finds no race in a program that waits. Catches a checker that sees nothing.
+    """
+
+    # A stream copies x to the host, and writes the first half of x. Then compute reads x.
+    #   begins       the stream's work waits for compute, which makes x
+    #   waits        compute waits for the stream
+    #   frees        compute does not read x, but frees it
+    #   other_half   compute reads the half of x that the stream does not write
+    #   pinned       not compute but the host reads: the copy in pinned memory, not x
     def program(begins=True, waits=True, frees=False, other_half=False, pinned=False):
         def run(stream):
             x = torch.zeros(8)
@@ -127,7 +143,7 @@ def test_checker_finds_what_is_wrong():
                 (x[4:] if other_half else x[:4]).sum()
             return x
 
-        return pairs_of(run)
+        return races_of(run)
 
     assert program() == program(pinned=True) == []
     assert program(waits=False, other_half=True) == []
@@ -138,8 +154,8 @@ def test_checker_finds_what_is_wrong():
         "write on compute || write on stream",
     ]
     assert program(frees=True) == [
-        "read on stream || its memory is given to others on compute",
-        "write on stream || its memory is given to others on compute",
+        "read on stream || its memory is reused on compute",
+        "write on stream || its memory is reused on compute",
     ]
 
 
@@ -147,11 +163,11 @@ def test_checker_finds_what_is_wrong():
 
 
 def record(case: dict, extras: set[str], groups: dict, folder: Path) -> happens_before.Recorder:
-    """Run a case on this rank, and record it."""
+    """Run a case on this rank: two steps, an evaluation between them. Return what was recorded."""
     optim.PIECE_BUFFERS = 1000 if "+buffers" in extras else PIECE_BUFFERS
     recorder = happens_before.Recorder()
     with recorder:
-        run, model, states = make_run(case, groups, happens_before.PretendedStream)
+        run, model, states = make_run(case, groups, happens_before.SimulatedStream)
         recorder.names |= {s.name: kind for kind, s in states.streams.items() if s.stream}
         states.load(lambda name: torch.ones(states.shapes[name]))
         memory = replay.StepMemory("cpu", as_graph=True) if "+graph" in extras else None
@@ -161,7 +177,7 @@ def record(case: dict, extras: set[str], groups: dict, folder: Path) -> happens_
             if i == 0 and run.plan.pp > 1:
                 model.warm_up(next(batch.micro_batches()))
             if i == 1:
-                evaluation(run, model, batch)
+                evaluate_batch(run, model, batch)
             train.run_planned(memory, model, states, batch, 1e-2, 0.3)
             del batch
             if saver:
@@ -172,31 +188,38 @@ def record(case: dict, extras: set[str], groups: dict, folder: Path) -> happens_
 
 
 def check_order(cases: dict[str, tuple], folder: Path) -> None:
-    """Runs on each rank: record all cases, and write into the folder, by case, the pairs that have
-    no order; and for each line that waits the pairs without it."""
-    make_small()
-    happens_before.pretend()
+    """Record all cases, and write their races into the folder as JSON. Runs on each rank.
+
+    A case's entry has the number of accesses, its races, and for each line that waits the races
+    there would be without this wait.
+    """
+    use_small_pieces()
+    happens_before.simulate_streams()
     torch.compiler.set_stance("force_eager")
     groups, results = {}, {}
     for number, (line, (case, extras)) in enumerate(cases.items()):
         recorder = record(case, extras, groups, folder / f"saves-{number}")
         trace = recorder.shared_trace()
 
-        def pairs(left_out=None) -> list[str]:
-            found = happens_before.unordered(trace, left_out)
-            return [happens_before.describe(pair, recorder.names) for pair in found]
+        def races(ignored_site=None) -> list[str]:
+            found = happens_before.find_races(trace, ignored_site)
+            return [happens_before.describe(race, recorder.names) for race in found]
 
-        waits = {
-            f"{file}:{number}": pairs((file, number))[:2]
-            for file, number in sorted(happens_before.sites(trace))
+        races_without = {
+            f"{file}:{line_number}": races((file, line_number))[:2]
+            for file, line_number in sorted(happens_before.waiting_sites(trace))
         }
-        results[line] = {"accesses": len(recorder.trace), "pairs": pairs()[:9], "waits": waits}
+        results[line] = {
+            "accesses": len(recorder.trace),
+            "races": races()[:9],
+            "races_without": races_without,
+        }
     (folder / f"rank-{dist.get_rank()}").write_text(json.dumps(results))
 
 
 def check_on_ranks(cases: dict[str, tuple]) -> dict[str, list[dict]]:
-    """Return what check_order finds, of each case a result per rank."""
-    found = {}
+    """Run check_order. Return for each case its results, one per rank."""
+    results = {}
     for ranks in sorted({case["ranks"] for case, _ in cases.values()}):
         some = {line: case for line, case in cases.items() if case[0]["ranks"] == ranks}
         with tempfile.TemporaryDirectory() as name:
@@ -204,51 +227,56 @@ def check_on_ranks(cases: dict[str, tuple]) -> dict[str, list[dict]]:
             for number in range(len(some)):
                 (folder / f"saves-{number}").mkdir()
             on_ranks(ranks, check_order, some, folder)
-            of_ranks = [json.loads((folder / f"rank-{r}").read_text()) for r in range(ranks)]
-        found |= {line: [of_rank[line] for of_rank in of_ranks] for line in some}
-    return found
+            by_rank = [json.loads((folder / f"rank-{r}").read_text()) for r in range(ranks)]
+        results |= {line: [of_rank[line] for of_rank in by_rank] for line in some}
+    return results
 
 
 @pytest.fixture(scope="module")
 def results() -> dict[str, list[dict]]:
-    """What is found in the cases above. They run once for all tests of this file, also if they
-    fail."""
+    """The results of all cases above, which run once for all tests of this file."""
     return check_on_ranks(LINES)
 
 
-def assert_ordered(of_ranks: list[dict]) -> None:
-    for rank, found in enumerate(of_ranks):
-        assert found["accesses"] > 1000, "the recorder saw nothing"
-        assert not found["pairs"], f"no wait separates, on rank {rank}:\n" + "\n".join(
-            found["pairs"]
-        )
+def assert_ordered(by_rank: list[dict]) -> None:
+    """Assert that a case has no race on any rank."""
+    for rank, result in enumerate(by_rank):
+        assert result["accesses"] > 1000, "the recorder saw almost nothing"
+        message = f"on rank {rank} no wait separates these accesses:\n"
+        assert not result["races"], message + "\n".join(result["races"])
 
 
 @slow
 @parametrize("line", LINES)
 def test_accesses_have_an_order(line, results):
-    """Any two accesses to the same bytes, of which one writes, are separated by a wait; and memory
-    is freed behind all that other streams do with it. Catches a race that a GPU shows now and then:
-    a buffer that is filled while it is still read, a tensor that is read before it has arrived."""
+    """No case has a race, and memory is freed only after other streams have finished with it.
+
+    Catches a race that a GPU shows only now and then: a buffer that is filled while it is still
+    read, or a tensor that is read before it has arrived.
+    """
     assert_ordered(results[line])
 
 
 @pytest.mark.skipif(not ALL_COMBINATIONS, reason="make test-all")
 @parametrize("ranks", [1, 2, 4, 8])
 def test_accesses_of_all_cases_have_an_order(ranks):
-    """The same of all cases of test_all.py. Catches a race of two mechanisms that meet in none of
-    the cases above."""
+    """No case of test_all.py has a race either.
+
+    Catches a race between two mechanisms that meet in none of the cases above.
+    """
     cases = {str(case): (case, set()) for case in ALL_CASES if case["ranks"] == ranks}
-    for of_ranks in check_on_ranks(cases).values():
-        assert_ordered(of_ranks)
+    for by_rank in check_on_ranks(cases).values():
+        assert_ordered(by_rank)
 
 
 # ---------------------------------------------------------------------------- waits
 
 
 def waiting_calls() -> list[tuple[str, ast.Call]]:
-    """Return all calls in the project's files that may let a stream or the host wait, with the name
-    of the file. streams.py has what they call."""
+    """Return (file, call) for each call that may make a stream or the host wait.
+
+    They are found by name in the project's files, except in streams.py, which defines the waits.
+    """
     return [
         (path.name, node)
         for path in sorted(ROOT.glob("*.py"))
@@ -259,51 +287,60 @@ def waiting_calls() -> list[tuple[str, ast.Call]]:
     ]
 
 
-def names_in_table(file: str, call: ast.Call) -> set[str]:
+def rows_that_excuse(file: str, call: ast.Call) -> set[str]:
+    """Return the keys of NOT_JUDGED that name this call or its file."""
     return {file, f"{file} {ast.unparse(call.func)}"}.intersection(NOT_JUDGED)
 
 
 WAITS = {
     f"{file}:{call.lineno}": (file, call.lineno, call.end_lineno, ast.unparse(call))
     for file, call in waiting_calls()
-    if not names_in_table(file, call)
+    if not rows_that_excuse(file, call)
 }
 
 
 @slow
 @parametrize("wait", WAITS)
 def test_each_wait_has_a_reason(wait, results):
-    """Without this line of the source some case has a pair of accesses that nothing separates.
-    Catches a wait that no case reaches, so that nobody would notice if it were lost; and a wait
-    that another one makes needless, which costs time."""
+    """If this line of the source did not wait, some case would have a race.
+
+    Catches a wait that no case reaches, so that nobody would notice its loss. Catches also a wait
+    that other waits make needless, which costs time.
+    """
     file, first, end, call = WAITS[wait]
     lines = [f"{file}:{number}" for number in range(first, end + 1)]
-    reaching = {
-        case: [
-            pair for found in of_ranks for line in lines for pair in found["waits"].get(line, [])
-        ]
-        for case, of_ranks in results.items()
-        if any(line in found["waits"] for found in of_ranks for line in lines)
-    }
-    assert reaching, f"{wait}: no case reaches {call}"
-    for case, pairs in reaching.items():
-        if pairs:
-            print(f"{wait} {call}\n    in case {case}: {pairs[0]}")
-    assert any(reaching.values()), f"{wait}: {call} left out changes nothing in {list(reaching)}"
+    races_by_case = {}  # of the cases that reach the call
+    for case, by_rank in results.items():
+        for result in by_rank:
+            for line in lines:
+                if line in result["races_without"]:
+                    races_by_case.setdefault(case, []).extend(result["races_without"][line])
+
+    assert races_by_case, f"{wait}: no case reaches {call}"
+    for case, races in races_by_case.items():
+        if races:
+            print(f"{wait} {call}\n    in case {case}: {races[0]}")
+    assert any(races_by_case.values()), (
+        f"{wait}: without {call} there is still no race in the cases {list(races_by_case)}"
+    )
 
 
 @slow
 def test_waits_are_those_of_the_source(results):
-    """Each line that waits in a case is a call that this file has found in the source, and each row
-    of NOT_JUDGED excuses one. Catches a wait under a new name, which no test would leave out."""
+    """Each line at which a case waits is in WAITS, and each row of NOT_JUDGED is still needed.
+
+    Catches a wait with a new name, which test_each_wait_has_a_reason would not try.
+    """
     known = {
         f"{file}:{number}"
         for file, first, end, _ in WAITS.values()
         for number in range(first, end + 1)
     }
-    reached = {
-        line for of_ranks in results.values() for found in of_ranks for line in found["waits"]
-    }
+    reached = set()
+    for by_rank in results.values():
+        for result in by_rank:
+            reached |= result["races_without"].keys()
     assert reached <= known
-    excused = [names_in_table(file, call) for file, call in waiting_calls()]
+
+    excused = [rows_that_excuse(file, call) for file, call in waiting_calls()]
     assert set().union(*excused) == set(NOT_JUDGED)

@@ -15,19 +15,19 @@ from safetensors.torch import load_file
 import data
 import model as m
 import train
-from helpers import saved
+from helpers import saved_steps
 from test_all import (
-    Spoiled,
-    log,
+    SpoilingStream,
     losses,
     main,
     make_case,
     make_run,
+    read_log,
     relative,
     run,
-    saved_by,
-    seeded,
+    seeded_model,
     slow,
+    values_to_save,
 )
 
 
@@ -39,13 +39,13 @@ def test_log_checkpoint_and_evaluation(tmp_path, capsys):
     flags = f"--out {out} --save-every 2 --steps 7"
     main(f"{flags} --steps 0")
     main(f"{flags} --eval-every 3 --resume --export {tmp_path}/hf")
-    text, rows = capsys.readouterr().out, log(out)
+    text, rows = capsys.readouterr().out, read_log(out)
     keys = "step loss grad_norm lr tgs mfu_causal mfu_full gpu_gib host_gib seconds".split()
     assert [r["step"] for r in rows] == list(range(1, 8)) and all(set(keys) <= set(r) for r in rows)
     assert [r["step"] for r in rows if "val_loss" in r] == [3, 6, 7]
     assert rows[-1]["loss"] < rows[0]["loss"] and rows[0]["mfu_causal"] is None
     assert "1,869,504 parameters" in text and "left 0:00:0" in text
-    assert saved(out) == [6, 7]
+    assert saved_steps(out) == [6, 7]
     assert (out / "loss.png").read_bytes()[1:4] == b"PNG"
     states = load_file(out / "step-00000007" / "rank-00000-0.safetensors")
     theirs = load_file(tmp_path / "hf" / "model-00001-of-00001.safetensors")
@@ -77,13 +77,13 @@ def test_progress_inside_a_step(monkeypatch, capsys):
 def test_loss_that_is_not_finite_changes_nothing(group):
     """A loss that is not finite changes no weight, although its gradients are finite. Catches an
     update by a loss that is no number."""
-    run, model, states = make_run(make_case("1"), {}, Spoiled)
+    run, model, states = make_run(make_case("1"), {}, SpoilingStream)
     train.load_random_weights(run, states)
     for i, loss in enumerate((torch.ones(()), torch.tensor(math.inf), torch.tensor(math.nan))):
         train.run_step(model, states, train.load_batch(run, 0), 0.0, 0.0)
-        before = saved_by(states)
+        before = values_to_save(states)
         _, finite = states.update(1e-2, 0.5, loss)
-        assert bool(finite) == (not torch.equal(before, saved_by(states))) == (i == 0)
+        assert bool(finite) == (not torch.equal(before, values_to_save(states))) == (i == 0)
 
 
 def test_diverging_run_skips_stops_and_saves(tmp_path):
@@ -91,9 +91,9 @@ def test_diverging_run_skips_stops_and_saves(tmp_path):
     Catches a run that goes on as NaN, and a log that is no JSON."""
     with raises(SystemExit, match="not finite"):
         main(f"--steps 20 --lr 1e30 --warmup 0 --clip 0 --out {tmp_path}")
-    rows = log(tmp_path)
+    rows = read_log(tmp_path)
     assert [r["finite"] for r in rows[-5:]] == [0] * 5 and len(rows) < 20
-    assert rows[-1]["grad_norm"] is None and saved(tmp_path)
+    assert rows[-1]["grad_norm"] is None and saved_steps(tmp_path)
 
 
 def test_schedule_equals_torchs_and_stays_where_it_ended(tmp_path, capsys):
@@ -105,7 +105,7 @@ def test_schedule_equals_torchs_and_stays_where_it_ended(tmp_path, capsys):
     main(f"{flags} 27 --resume")
     assert "at step 25; changed: steps 25 -> 27\n" in capsys.readouterr().out
     main(f"{flags} 28 --resume")
-    rates = [r["lr"] for r in log(tmp_path)]
+    rates = [r["lr"] for r in read_log(tmp_path)]
     opt = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], 0.01)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(opt, 20, 0.002)
     want = [0.002, 0.004, 0.006, 0.008, 0.01]
@@ -135,9 +135,9 @@ def test_eval_of_ranks_equals_one_model(tmp_path):
         4,
         "ops.LOSS_ELEMENTS = 2**14",  # losses in chunks of tokens
     )
-    (row,) = log(tmp_path)
+    (row,) = read_log(tmp_path)
     assert not list(tmp_path.glob("step-*")) and (tmp_path / "loss.png").exists()
-    model = seeded(m.MODELS["tiny"])
+    model = seeded_model(m.MODELS["tiny"])
     _, val = data.split(data.open_corpus(str(tmp_path / "ids.bin"))[0], None, 96, 0)
     windows = torch.from_numpy(np.stack([val.window(i) for i in range(64)]))
     labels = windows[:, 1:]
@@ -155,19 +155,19 @@ def test_eval_alone(tmp_path, capsys):
     labels are ignored it gives none. Catches an evaluation that changes what it evaluates."""
     flags = f"--out {tmp_path}/a --steps 4 --eval-every 2"
     main(flags)
-    last = log(tmp_path / "a")[-1]
+    last = read_log(tmp_path / "a")[-1]
     saved = sorted(tmp_path.glob("a/step-*/*"))
     main(f"{flags} --steps 0 --eval-every 1 --resume")
-    again = log(tmp_path / "a")[-1]
+    again = read_log(tmp_path / "a")[-1]
     assert f"step 4 val_loss {last['val_loss']:.4f}\n" in capsys.readouterr().out
     assert set(again) == {"step", "val_loss", "val_loss_by_position"} and again["step"] == 4
     assert again["val_loss"] == approx(last["val_loss"], rel=1e-9)
-    assert len(log(tmp_path / "a")) == 5 and sorted(tmp_path.glob("a/step-*/*")) == saved
+    assert len(read_log(tmp_path / "a")) == 5 and sorted(tmp_path.glob("a/step-*/*")) == saved
     np.full(999, 7, "<u2").tofile(tmp_path / "same.bin")
     (tmp_path / "same.bin.json").write_text('{"token_bytes": 2, "ignore": 7}')
     main(f"--steps 0 --eval-every 1 --out {tmp_path}/b --data {tmp_path}/same.bin")
     assert "step 0 val_loss none (all labels are ignored)\n" in capsys.readouterr().out
-    assert log(tmp_path / "b") == [{"step": 0, "val_loss": None, "val_loss_by_position": []}]
+    assert read_log(tmp_path / "b") == [{"step": 0, "val_loss": None, "val_loss_by_position": []}]
 
 
 @slow
@@ -204,7 +204,7 @@ def test_one_run_under_four_plans(tmp_path):
                 r.get("val_loss", 0),
                 *np.ravel(r.get("val_loss_by_position", 0)),
             ]
-            for r in log(tmp_path / f"o{i}")
+            for r in read_log(tmp_path / f"o{i}")
         ]
         weights = {}
         for file in exported.glob("*.safetensors"):
