@@ -58,7 +58,7 @@ import numpy as np
 import torch
 
 import model as llama
-from hardware import Profile, interpolate, interpolate_twice, launches_of, rates_of
+from hardware import Profile, interpolate, interpolate_twice, nearest_host, nearest_kernel
 from model import ModelConfig, flops_per_token
 from offload import ActivationPlan, matrices_of, trace_block
 from ops import LOSS_ELEMENTS, accumulation_dtype
@@ -115,18 +115,18 @@ class Plan:
         return block_matrices(llama.Block, self.local_model)
 
     @property
-    def widths(self):
+    def q_kv_widths(self):
         """Return how many columns q has (o has as many), and how many k and v have together."""
         cfg = self.local_model
         return cfg.heads * cfg.head_dim, 2 * cfg.kv_heads * cfg.head_dim
 
     @property
-    def end(self):
+    def vocab_matrix(self):
         """Return (rows, cols) of the embedding; the head has the same."""
         return self.model.vocab, self.model.dim
 
     @property
-    def ends(self) -> int:
+    def num_vocab_matrices(self) -> int:
         """Return how many of embedding and head a stage has."""
         return 2 if self.pp == 1 else 1
 
@@ -137,7 +137,7 @@ class Plan:
         layers = sum(per_layer)
         if self.pp > 1:  # of a fork's layers that differ, a stage may have the largest
             layers = self.stage_layers * max(per_layer)
-        return layers + self.ends * math.prod(self.end)
+        return layers + self.num_vocab_matrices * math.prod(self.vocab_matrix)
 
     @property
     def accum_dtype(self) -> torch.dtype:
@@ -155,19 +155,19 @@ class Plan:
         return self.accum_bytes if self.micro_batches > 1 else self.dtype.itemsize
 
     @property
-    def moment_bytes(self) -> int:
+    def optimizer_bytes_per_param(self) -> int:
         """Return the bytes of optimizer states per parameter."""
         return OPTIMIZERS[self.optimizer].bytes_per_parameter(accumulation_dtype(self.dtype))
 
     @property
-    def part_layers(self) -> int:
+    def virtual_stage_layers(self) -> int:
         """Return the layers of the largest part of the model."""
         return ceil_div(self.model.layers, self.pp * self.pp_chunks)
 
     @property
     def stage_layers(self) -> int:
         """Return the layers of the largest stage."""
-        return self.pp_chunks * self.part_layers
+        return self.pp_chunks * self.virtual_stage_layers
 
     @property
     def tokens(self) -> int:
@@ -195,14 +195,14 @@ class Plan:
         return self.ranks // (self.tp * self.pp)
 
     @property
-    def in_node(self) -> int:
+    def state_ranks_per_node(self) -> int:
         """Return how many of the state_ranks are in one node."""
         return min(self.per_node, self.ranks // self.pp) // self.tp
 
     def mesh(self, ranks, inner=1):
         """Return (GPUs in a node, nodes) of a group: every inner-th of `ranks` neighbours among the
         state_ranks."""
-        node = self.in_node
+        node = self.state_ranks_per_node
         gpus = min(ranks, node) // min(inner, node)
         nodes = ceil_div(ranks, node) // ceil_div(inner, node)
         return gpus, nodes
@@ -224,14 +224,14 @@ class Plan:
         return min(self.head_groups, max(1, self.local_model.kv_heads // self.head_ranks))
 
     @property
-    def sum_dtype(self) -> torch.dtype:
+    def ring_sum_dtype(self) -> torch.dtype:
         """Return the dtype of dk and dv on their way around a ring."""
         return self.dtype if self.ring == 2 else self.accum_dtype
 
     @property
-    def sum_bytes(self) -> int:
+    def ring_sum_bytes(self) -> int:
         """Return the bytes of an element of sum_dtype."""
-        return self.sum_dtype.itemsize
+        return self.ring_sum_dtype.itemsize
 
     @property
     def micro_batches(self) -> int:
@@ -239,7 +239,7 @@ class Plan:
         return self.batch // self.dp // self.micro_batch
 
     @property
-    def in_flight(self) -> int:
+    def layers_in_flight(self) -> int:
         """Return the most layers of a stage, over all micro-batches, that wait for their backward:
         of the first stage, in Megatron's order of passes."""
         v = self.pp_chunks
@@ -247,7 +247,7 @@ class Plan:
             passes = self.pp
         else:
             passes = self.pp * (v - 1) + 2 * (self.pp - 1) + 1
-        return min(passes, v * self.micro_batches) * self.part_layers
+        return min(passes, v * self.micro_batches) * self.virtual_stage_layers
 
     @functools.cached_property
     def collectives(self):
@@ -365,7 +365,7 @@ def moved_bytes(kernels: Iterable[ElementwiseKernel], nbytes: dict[str, float]) 
 LayerBytes = tuple[float, float, float]  # of x, of o and its log-sum-exp, of all else
 
 
-def column_bytes(plan: Plan) -> LayerBytes:
+def skeletal_bytes(plan: Plan) -> LayerBytes:
     """Return what a layer keeps of a micro-batch on one rank, in bytes: S_input, S_attn and
     S_others of Memo's section 4.1.
 
@@ -381,7 +381,7 @@ def column_bytes(plan: Plan) -> LayerBytes:
     numbers. That is Memo's 16 C without norm(x), norm(h) and SwiGLU, which are computed again.
     """
     cfg, e, tokens = plan.local_model, plan.dtype.itemsize, plan.tokens
-    q, kv = plan.widths
+    q, kv = plan.q_kv_widths
     trace = trace_block(cfg, tokens, plan.dtype)
 
     x = tokens * cfg.dim * e
@@ -394,7 +394,7 @@ def column_bytes(plan: Plan) -> LayerBytes:
     return x, attn, others
 
 
-def parts_on_host(plan):
+def swapped_inputs_and_outputs(plan):
     """Return how many layers send their x to the host, and how many their o.
 
     The fields of an ActivationPlan may be arrays with one entry per plan, here and in the next
@@ -408,7 +408,7 @@ def parts_on_host(plan):
 
 def resident_bytes(plan: ActivationPlan, layer: LayerBytes) -> float:
     """Return the most GPU bytes that hold what layers keep: the resident layers' tensors, what
-    backward recomputes for a group of layers, and the two rounding buffers. layer: column_bytes.
+    backward recomputes for a group of layers, and the two rounding buffers. layer: skeletal_bytes.
 
     In forward the GPU holds x and o of the two layers that are on their way to the host. In
     backward the need depends on the group of layers that backward has reached (group_bytes), and
@@ -436,7 +436,7 @@ def resident_bytes(plan: ActivationPlan, layer: LayerBytes) -> float:
 
     # a rounding buffer has room for the largest group that is swapped. That is the last one: it has
     # the most layers that keep o
-    groups, outputs = parts_on_host(plan)
+    groups, outputs = swapped_inputs_and_outputs(plan)
     chunks = ceil_div(plan.swapped_chunks, np.maximum(1, swapped))  # of one layer, rounded up
     largest = x + np.minimum(m, outputs) * attn + chunks * others / plan.chunks
     return most + np.where(groups > 0, 2 * largest, 0.0)
@@ -466,7 +466,7 @@ def group_bytes(plan: ActivationPlan, layer: LayerBytes, group) -> float:
 def host_bytes(plan: ActivationPlan, layer: LayerBytes) -> float:
     """Return the bytes of a rank's host buffers, for the layers that are swapped."""
     x, attn, others = layer
-    inputs, outputs = parts_on_host(plan)
+    inputs, outputs = swapped_inputs_and_outputs(plan)
     return inputs * x + outputs * attn + plan.swapped_chunks * others / plan.chunks
 
 
@@ -484,7 +484,7 @@ def receive_buffers(plan: Plan) -> list[TensorSize]:
     if plan.head_ranks == 1:
         return []
     n, dtype = plan.tokens, plan.dtype
-    q, kv = plan.widths
+    q, kv = plan.q_kv_widths
     groups = plan.head_groups
     kv_groups = plan.kv_groups  # head groups that share k and v share their buffers
     return [
@@ -504,7 +504,7 @@ def working_moments(plan) -> dict[str, list[TensorSize]]:
     """Return the three moments of a step that may need most memory, each with the tensors that are
     alive then. What lasts is not among them: states, gathered weights, what layers keep."""
     cfg = plan.local_model
-    passes = plan.in_flight / plan.part_layers
+    passes = plan.layers_in_flight / plan.virtual_stage_layers
     angles = TensorSize("cos and sin", plan.tokens, cfg.head_dim, plan.accum_dtype, passes)
     backward = [angles, *layer_backward_tensors(plan)]
     received = receive_buffers(plan)
@@ -525,7 +525,7 @@ def recomputes_chunks(plan) -> bool:
 def layer_backward_tensors(plan) -> list[TensorSize]:
     """Return what is alive throughout a layer's backward, apart from what the layer kept."""
     cfg, n, dtype = plan.local_model, plan.tokens, plan.dtype
-    q, kv = plan.widths
+    q, kv = plan.q_kv_widths
     tensors = [
         TensorSize("dy, of the layer's output", n, cfg.dim, dtype),
         TensorSize("dx, as far as it comes from block.post", n, cfg.dim, dtype),
@@ -542,7 +542,7 @@ def attention_backward_tensors(plan) -> list[TensorSize]:
     """Return what attention's backward allocates in addition to layer_backward_tensors. It runs one
     head group after the other."""
     cfg, n, dtype, wide = plan.local_model, plan.tokens, plan.dtype, plan.accum_dtype
-    q, kv = plan.widths
+    q, kv = plan.q_kv_widths
     groups, kept = plan.head_groups, plan.activations
     one_call = plan.head_ranks * groups == 1  # the kernel sees all heads of these tokens at once
     tensors = []
@@ -579,12 +579,12 @@ def attention_backward_tensors(plan) -> list[TensorSize]:
 def ring_backward_tensors(plan) -> list[TensorSize]:
     """Return what a ring has in attention's backward (attention.Ring.attend_backward)."""
     n, dtype = plan.tokens, plan.dtype
-    q, kv = plan.widths
+    q, kv = plan.q_kv_widths
     q, kv = q / plan.head_groups, kv / plan.head_groups  # of a head group
     steps = min(2, plan.ring - 1)  # a step's k and v are here while the next step's arrive
     tensors = [
         TensorSize("k and v of other ranks", n, kv, dtype, steps),
-        TensorSize("sums of dk and dv, received and sent", n, kv, plan.sum_dtype, 2),
+        TensorSize("sums of dk and dv, received and sent", n, kv, plan.ring_sum_dtype, 2),
         TensorSize("sum of dq", n, q, plan.accum_dtype),
         TensorSize("dq, dk and dv of the step before", n, q + kv, dtype),
     ]
@@ -597,7 +597,7 @@ def product_backward_tensors(plan) -> list[TensorSize]:
     """Return what the backward of a chunk's largest products, of down, allocates beside
     layer_backward_tensors, while the first head group's inputs travel."""
     cfg, n, dtype = plan.local_model, plan.tokens, plan.dtype
-    q, kv = plan.widths
+    q, kv = plan.q_kv_widths
     groups = plan.head_groups
     rows = n / plan.chunks
     tensors = [
@@ -623,7 +623,7 @@ def product_backward_tensors(plan) -> list[TensorSize]:
 def loss_tensors(plan) -> list[TensorSize]:
     """Return what head and loss allocate (ops._HeadLoss): logits of a chunk of tokens only."""
     n, wide = plan.tokens_between_products, plan.accum_dtype
-    vocab, dim = plan.end
+    vocab, dim = plan.vocab_matrix
     rows = min(LOSS_ELEMENTS / vocab, n)
     return [
         TensorSize("logits and their gradient", rows, vocab, wide, 2),
@@ -635,7 +635,7 @@ def loss_tensors(plan) -> list[TensorSize]:
 
 
 def largest_matrix(plan):
-    return max(map(math.prod, (*plan.matrices, plan.end)))
+    return max(map(math.prod, (*plan.matrices, plan.vocab_matrix)))
 
 
 def imbalance(plan):
@@ -658,7 +658,7 @@ def state_bytes(plan: Plan) -> dict[str, float]:
     return {
         "parameters": plan.dtype.itemsize * plan.params / f.p,
         "gradients": gradients,
-        "optimizer": plan.moment_bytes * plan.params / f.os * owned,
+        "optimizer": plan.optimizer_bytes_per_param * plan.params / f.os * owned,
     }
 
 
@@ -666,7 +666,7 @@ def weight_buffer_bytes(plan: Plan) -> dict[str, float]:
     """Return the bytes of the buffers for gathered weights and for whole gradients: one each for
     embedding and head, two for each matrix of a layer (shard.States)."""
     f, e = plan.factors, plan.dtype.itemsize
-    ends = plan.ends * math.prod(plan.end)
+    ends = plan.num_vocab_matrices * math.prod(plan.vocab_matrix)
     layers = 2 * sum(map(math.prod, plan.matrices))
 
     weights = gradients = 0
@@ -683,13 +683,13 @@ def weight_buffer_bytes(plan: Plan) -> dict[str, float]:
     return {"gathered weights": weights, "whole gradients": gradients}
 
 
-def visit_bytes(plan: Plan) -> float:
+def streaming_buffer_bytes(plan: Plan) -> float:
     """Return the bytes of the buffers in which optimizer states of the host visit the GPU."""
     f = plan.factors
     elements = largest_matrix(plan) / (f.p if plan.os_layout == "inter" else f.os)
     if not OPTIMIZERS[plan.optimizer].whole:
         elements = min(elements, PIECE_ELEMENTS)
-    return PIECE_BUFFERS * plan.moment_bytes * elements
+    return PIECE_BUFFERS * plan.optimizer_bytes_per_param * elements
 
 
 def memory_of_states(plan: Plan) -> tuple[dict[str, float], dict[str, float]]:
@@ -698,21 +698,21 @@ def memory_of_states(plan: Plan) -> tuple[dict[str, float], dict[str, float]]:
     host = {}
     if plan.os_place == "host":
         host["optimizer"] = memory.pop("optimizer")
-        memory["visiting states"] = visit_bytes(plan)
+        memory["streamed states"] = streaming_buffer_bytes(plan)
     return memory, host
 
 
-def with_memory(plan: Plan) -> Plan:
+def with_bytes(plan: Plan) -> Plan:
     """Return the plan with its bytes counted."""
-    layer, kept = column_bytes(plan), plan.activations
+    layer, kept = skeletal_bytes(plan), plan.activations
     memory, host = memory_of_states(plan)
 
     if kept:
-        passes = plan.in_flight / kept.layers
+        passes = plan.layers_in_flight / kept.layers
         memory["activations"] = passes * resident_bytes(kept, layer)
         host["activations"] = passes * host_bytes(kept, layer)
     else:
-        memory["activations"] = plan.in_flight * sum(layer)
+        memory["activations"] = plan.layers_in_flight * sum(layer)
 
     memory["messages"] = 4 * message_bytes(plan)  # sent and received, in forward and in backward
     memory["working"] = working_bytes(plan)
@@ -733,14 +733,14 @@ class Estimator:
     """Predicts the seconds of single operations from a machine's profile.
 
     kernel: the attention kernel that runs; processor: the one that launches. Their own rates are
-    taken if the profile has them (hardware.rates_of, hardware.launches_of).
+    taken if the profile has them (hardware.nearest_kernel, hardware.nearest_host).
     """
 
     def __init__(self, profile: Profile, kernel: str = "auto", processor: str = ""):
         self.profile = profile
-        self.attention = profile.attention[rates_of(profile, kernel)]
-        self.launch = profile.launch[launches_of(profile, processor)]
-        self.held = set()  # what was asked outside the profile's points, in words
+        self.attention = profile.attention[nearest_kernel(profile, kernel)]
+        self.launch = profile.launch[nearest_host(profile, processor)]
+        self.outside_profile = set()  # what was asked outside the profile's points, in words
         self.products = functools.cache(self.products)
         self.collective = functools.cache(self.collective)
 
@@ -755,7 +755,7 @@ class Estimator:
         """Return FLOP/s of the attention kernel's forward or backward on a causal sequence."""
         points = self.attention[name]
         if not points[0][0] <= seq <= points[-1][0]:
-            self.held.add(f"attention on {seq:,.0f} tokens")
+            self.outside_profile.add(f"attention on {seq:,.0f} tokens")
         return interpolate(points, seq)
 
     def moved(self, nbytes):
@@ -775,7 +775,7 @@ class Estimator:
         per_node, nodes = mesh
         tables = self.profile.collectives[op]
         if f"{per_node}x{nodes}" not in tables:
-            self.held.add(f"{op} over {per_node}x{nodes}")
+            self.outside_profile.add(f"{op} over {per_node}x{nodes}")
         by_distance = {}
         for name, points in tables.items():
             near, known = map(int, name.split("x"))
@@ -850,7 +850,7 @@ BACKWARD_CHUNKS = [
 def layer_tensors(plan: Plan) -> dict[str, float]:
     """Return the bytes of a layer's tensors, of all tokens, by their names in the tables above."""
     cfg, n = plan.local_model, plan.tokens
-    q, kv = plan.widths
+    q, kv = plan.q_kv_widths
     # in fsp a column works on its own tokens between products. In msp, too, but its norms see all
     # tokens, and the sums next to them are counted likewise
     own = plan.tokens_between_products if plan.tp_mode == "fsp" else n
@@ -919,7 +919,7 @@ def layer_seconds(est: Estimator, plan: Plan) -> LayerSeconds:
     *earlier, last = products("input_grad", weight_grad)
 
     moved = kernel_seconds(est, plan)
-    columns, columns_back = column_exchange_seconds(est, plan)
+    columns, columns_back = tp_exchange_seconds(est, plan)
     kernel, exchange = attention_seconds(est, plan, backward=False)
     kernel_back, exchange_back = attention_seconds(est, plan, backward=True)
 
@@ -945,7 +945,7 @@ def layer_seconds(est: Estimator, plan: Plan) -> LayerSeconds:
     )
 
 
-def column_exchange_seconds(est, plan):
+def tp_exchange_seconds(est, plan):
     """Return the seconds in which the columns of a layer exchange tokens, in forward and in
     backward. Nothing hides them."""
     size = plan.tokens * plan.model.dim * plan.dtype.itemsize
@@ -990,7 +990,7 @@ SHARE_OF_RECTANGLE = 0.75
 def ring_bytes(plan, backward):
     """Return the bytes that a ring's element-wise kernels read and write."""
     n, e, wide = plan.tokens, plan.dtype.itemsize, plan.accum_bytes
-    q, kv = plan.widths
+    q, kv = plan.q_kv_widths
     nbytes = {
         "o": n * q * e,
         "dq": n * q * e,
@@ -1012,7 +1012,7 @@ def attention_seconds(est, plan, backward):
     the first group's way to heads and the last group's way back to tokens; but in backward of
     chunks, products do (attention.Ulysses)."""
     groups, e = plan.head_groups, plan.dtype.itemsize
-    q, kv = plan.widths
+    q, kv = plan.q_kv_widths
     if backward:
         name, flops = "backward", 5
         to_heads = 3 * q + kv  # columns of q, k, v, o, do
@@ -1041,7 +1041,7 @@ def attention_seconds(est, plan, backward):
     kv_bytes = plan.ring * plan.tokens * kv * e / plan.kv_groups
     around = groups * est.collective("all_gather", kv_bytes, plan.mesh(plan.sp, plan.head_ranks))
     if backward:  # dk, dv too
-        around *= 1 + plan.sum_bytes / e
+        around *= 1 + plan.ring_sum_bytes / e
 
     # a ring takes multiprocessors; all-to-alls in a node take only copy engines
     slow = est.profile.overlap["collectives" if plan.ring > 1 else "all_to_all"]
@@ -1069,7 +1069,7 @@ ENDS = [
 def head_seconds(est, plan):
     """Return the seconds of head and loss, whose gradients are computed at once, and of the
     embedding's gradient."""
-    vocab, dim = plan.end
+    vocab, dim = plan.vocab_matrix
     e, wide = plan.dtype.itemsize, plan.accum_bytes
     logits, matrix = plan.tokens_between_products * vocab, vocab * dim
     nbytes = {
@@ -1109,13 +1109,13 @@ def update_bytes(dtype: torch.dtype) -> int:
     return 2 * (dtype.itemsize + ADAMW.bytes_per_parameter(accumulation_dtype(dtype)))
 
 
-def visit_seconds(est: Estimator, plan: Plan) -> float:
+def streaming_seconds(est: Estimator, plan: Plan) -> float:
     """Return seconds of a layer's forward in which optimizer states take the link to the host: to
     the GPU and back."""
     if plan.os_place != "host":
         return 0.0
     moved = state_bytes(plan)["optimizer"]
-    return moved / est.profile.visits / (plan.stage_layers * plan.micro_batches)
+    return moved / est.profile.state_streaming / (plan.stage_layers * plan.micro_batches)
 
 
 def exposed(est, plan, compute, traffic, final=math.inf):
@@ -1127,7 +1127,9 @@ def exposed(est, plan, compute, traffic, final=math.inf):
     Streams that do not overlap are exposed in full. The others use two wires, one inside nodes and
     one across nodes, at the same time; the one that delays the pass more counts.
     """
-    crosses_nodes = {stream for stream, _, ranks, *_ in plan.collectives if ranks > plan.in_node}
+    crosses_nodes = {
+        stream for stream, _, ranks, *_ in plan.collectives if ranks > plan.state_ranks_per_node
+    }
     inside = across = 0.0
     for stream, seconds in traffic.items():
         if stream not in plan.overlap:
@@ -1180,9 +1182,9 @@ def traffic_seconds(est, plan, forward, backward, final):
     """
     layers, count = plan.stage_layers, plan.micro_batches
     layer = unit_seconds(est, plan, plan.matrices)
-    end = unit_seconds(est, plan, [plan.end])
+    end = unit_seconds(est, plan, [plan.vocab_matrix])
     *exposed_units, exposed_earlier = layer + end
-    hidden = (layers - 1) * layer + (plan.ends - 1) * end
+    hidden = (layers - 1) * layer + (plan.num_vocab_matrices - 1) * end
     gather, scatter, reduce, broadcast, earlier = hidden
 
     sums, casts, update = local_seconds(est, plan)
@@ -1204,7 +1206,7 @@ def traffic_seconds(est, plan, forward, backward, final):
         (1, backward + casts, last_backward, final),
     ]
 
-    visits = layers * count * visit_seconds(est, plan)
+    visits = layers * count * streaming_seconds(est, plan)
     if "host_update" in plan.overlap:
         visits = max(0.0, visits - forward)
     total = Counter(
@@ -1293,12 +1295,12 @@ def step_seconds(est: Estimator, plan: Plan, states: bool = True) -> dict[str, f
     if plan.activations:
         lost = lost_seconds(
             plan.activations,
-            column_bytes(plan),
+            skeletal_bytes(plan),
             layer,
             est.profile.to_host,
-            visit_seconds(est, plan),
+            streaming_seconds(est, plan),
         )
-        again, waits = (seconds / plan.part_layers for seconds in lost)
+        again, waits = (seconds / plan.virtual_stage_layers for seconds in lost)
 
     # a pass takes at least as long as the host takes to launch its kernels
     forward = max(layer.forward, plan.chunks * launch["forward"])
@@ -1346,4 +1348,4 @@ def exposed_messages(plan):
 def predict(plan: Plan, profile: Profile, kernel: str = "auto") -> Plan:
     """Return the plan with its bytes and its seconds with an attention kernel. Its `activations`
     say what layers keep."""
-    return replace(with_memory(plan), seconds=step_seconds(Estimator(profile, kernel), plan))
+    return replace(with_bytes(plan), seconds=step_seconds(Estimator(profile, kernel), plan))

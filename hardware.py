@@ -59,7 +59,9 @@ class Profile:
     memory: float  # bytes/s read and written between products, launches of kernels included
     optimizer: float  # bytes/s of the update
     to_host: float  # bytes/s, while all GPUs of a node copy
-    visits: float  # bytes/s each way of optimizer states that lie on the host and are updated
+    state_streaming: (
+        float  # bytes/s each way of optimizer states that lie on the host and are updated
+    )
     # processor of the host: forward, backward: seconds that it takes to launch a layer
     launch: dict[str, dict[str, float]]
     collectives: dict[str, dict[str, Points]]  # operation: mesh "8x4": [bytes, bytes/s]
@@ -95,7 +97,7 @@ def interpolate_twice(points: Points, tokens: float, width: float) -> float:
     return interpolate(along, width)
 
 
-def rates_of(profile: Profile, kernel: str = "auto") -> str:
+def nearest_kernel(profile: Profile, kernel: str = "auto") -> str:
     """Return the kernel whose rates predict the seconds of an attention kernel: the kernel itself if
     the profile has its rates, else the nearest one in the order of KERNELS. auto: the best kernel
     that the profile has. That is what train.py runs on this machine, if all kernels are installed.
@@ -109,7 +111,7 @@ def rates_of(profile: Profile, kernel: str = "auto") -> str:
     return min(profile.attention, key=lambda name: abs(order.index(name) - wanted))
 
 
-def launches_of(profile: Profile, processor: str = "") -> str:
+def nearest_host(profile: Profile, processor: str = "") -> str:
     """Return the host whose launches predict those of a processor: the processor itself if the
     profile has it, else the profile's first host."""
     return processor if processor in profile.launch else next(iter(profile.launch))
@@ -151,7 +153,7 @@ def scaled(
         "optimizer": memory,
         "collectives": network,
         "to_host": host,
-        "visits": host,
+        "state_streaming": host,
     }
     rates = {key: times(getattr(profile, key), factor) for key, factor in factors.items()}
     return replace(profile, name=name, **rates, **changes)
@@ -202,7 +204,7 @@ def load_profile(name: str, per_node: int | None = None) -> Profile:
     name; of nodes of so many GPUs, by default its own or 8. Raises ValueError."""
     path = profile_files().get(name.lower(), Path(name))
     if path.suffix != ".json" and find_sheet(name):
-        return known_profile(name, per_node or 8)
+        return find_profile(name, per_node or 8)
     try:
         if path.exists() and not path.is_file():
             raise OSError("it is no regular file")
@@ -220,7 +222,7 @@ def load_profile(name: str, per_node: int | None = None) -> Profile:
 
 def check_profile(profile: Profile) -> None:
     """Raise ValueError or KeyError unless all numbers are there, positive, at ascending points."""
-    numbers = "per_node gpu_bytes host_bytes memory optimizer to_host visits".split()
+    numbers = "per_node gpu_bytes host_bytes memory optimizer to_host state_streaming".split()
     tables = [(name, 1, [[getattr(profile, name)]]) for name in numbers]
     if not profile.launch or not profile.attention:
         raise ValueError("launch and attention: at least one host, and at least one kernel")
@@ -248,7 +250,7 @@ def check_profile(profile: Profile) -> None:
             raise ValueError(f"{name} {points}: ascending points")
 
 
-def known_profile(device_name: str, per_node: int) -> Profile:
+def find_profile(device_name: str, per_node: int) -> Profile:
     """Return the nearest profile: of the GPUs with the same name or data sheet the one of the
     smallest node of so many, else of the largest node; without any, an H200's by data sheets."""
     kind = find_sheet(device_name) or device_name
@@ -264,7 +266,7 @@ def known_profile(device_name: str, per_node: int) -> Profile:
 def by_data_sheet(device_name, per_node):
     """Return an H200's profile by the ratios of the data sheets; as it is, if the device has
     none."""
-    base = known_profile(BASE, per_node)
+    base = find_profile(BASE, per_node)
     new, old = find_sheet(device_name), find_sheet(BASE)
     how = "by its data sheet" if new else "as an H200, since it has no data sheet here"
     new = new or old
@@ -288,7 +290,7 @@ def with_node(profile, per_node):
     shared = by_data_sheet(profile.device, max(2, per_node))
     names = ["collectives", "overlap"]
     if per_node > 1:
-        names += ["per_node", "to_host", "visits", "host_bytes"]
+        names += ["per_node", "to_host", "state_streaming", "host_bytes"]
     own = profile.sources.get("all", "see its file")
     what = f"{own}; {', '.join(names)} {shared.sources['all']}"
     return replace(

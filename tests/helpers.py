@@ -95,7 +95,7 @@ def hf_model(folder, kind="llama", shard="60KB", **kw):
 def round_machine(inside=1e30, across=1e30, **changes) -> hardware.Profile:
     """Return a machine of 100 TFLOP/s and huge GPUs. All else takes no time but what is given: the
     network's bytes/s inside a node of 8 and across nodes, or a field of the profile."""
-    rates = dict.fromkeys(("memory", "optimizer", "to_host", "visits"), 1e30)
+    rates = dict.fromkeys(("memory", "optimizer", "to_host", "state_streaming"), 1e30)
     return hardware.Profile(
         **{
             "name": "round",
@@ -156,7 +156,7 @@ def swapping_plan(model, ranks, seq, factors, kept, **choices) -> costs.Plan:
 
 def planned_run(plan: costs.Plan) -> train.Run:
     """Return the first rank's run of a plan, whose bytes are counted."""
-    return train.Run(train.Config(), 0, torch.device("cpu"), "cpu", planner.with_memory(plan))
+    return train.Run(train.Config(), 0, torch.device("cpu"), "cpu", planner.with_bytes(plan))
 
 
 def built(run: train.Run, as_on_gpus=False) -> tuple:
