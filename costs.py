@@ -569,8 +569,8 @@ def working_moments(plan) -> dict[str, list[TensorSize]]:
 
 
 def recomputes_chunks(plan) -> bool:
-    """Return whether all layers recompute some of their chunks in backward. The last layer keeps
-    the most chunks, so it decides."""
+    """Return whether the last layer recomputes some of its chunks in backward. Earlier layers keep
+    no more chunks than the last one."""
     kept = plan.activations
     return kept is not None and kept.kept_chunks < kept.chunks
 
@@ -890,24 +890,25 @@ def exposed_and_slowed(compute, communication, factors):
 
 @dataclass(frozen=True)
 class LayerSeconds:
-    """Seconds of one layer for a micro-batch, without any communication of model states."""
+    """Seconds of one layer for a micro-batch, without the communication of model states."""
 
     forward: float
     backward: float
-    final: float  # of backward, up to the gradients of the last matrix
-    attention: float  # of forward, with its all-to-alls
-    post: float  # of forward, from attention's output to the next layer's input
-    recompute: float  # of backward, where the activations of all tokens are recomputed
+    last_matrix: float  # of backward: from its begin to the gradients of the last matrix, down
+    attention: float  # of forward: attention and its all-to-alls
+    post: float  # of forward: from attention's output to the next layer's input
+    recompute: float  # of backward, if the activations of all tokens are recomputed
     named: dict[str, float]  # of both passes: attention, all-to-all, tensor exchanges
 
 
-# The element-wise kernels of model.Block, as ops.py has them. layer_tensors names the tensors: n1
-# and n2 are the norms of x and h, o_out and a_down are results of the matrices out and down.
+# The element-wise kernels of model.Block, as ops.py runs them. layer_tensors names the tensors: n1
+# and n2 are the norms of x and h; o_out and a_down are the results of the matrices out and down.
 #
 # Sums of the residual stream are counted as if they were fused with the norm next to them. PyTorch
-# runs each in a pass of its own, which moves up to 5 C elements more per token. The profile's
-# `memory` is the rate at which this count takes as long as a measured layer (measure.py), so the
-# time of these passes is in it. Counting them as well made predictions of measured steps no better.
+# runs each sum in a kernel of its own, which moves up to 5 C elements more per token. The profile's
+# `memory` is the rate at which this count takes as long as a measured layer (measure.py). So the
+# time of these kernels is in that rate. Counting them as well did not improve the predictions of
+# measured steps.
 
 PRE = [
     elementwise("norm", "x", "n1"),
@@ -922,26 +923,29 @@ POST = [
 ]
 POST_CHUNKS = [elementwise("copy a chunk's y to that of all tokens", "y", "y")]
 
-BACKWARD_DOWN = [elementwise("SwiGLU again, and its gradient", "da gate_up", "a dgate_up")]
+BACKWARD_DOWN = [elementwise("recompute SwiGLU, and its gradient", "da gate_up", "a dgate_up")]
 BACKWARD = [
-    elementwise("norm again, its gradient, and the sum with dy", "dn2 h dy", "n2 dh"),
+    elementwise("recompute the norm, its gradient, and the sum with dy", "dn2 h dy", "n2 dh"),
     elementwise("rotate back", "dq dkv", "dqkv"),
 ]
-BACKWARD_WHOLE = [elementwise("norm again, its gradient, and the sum with dh", "dn1 x dh", "n1 dx")]
+BACKWARD_WHOLE = [
+    elementwise("recompute the norm, its gradient, and the sum with dh", "dn1 x dh", "n1 dx")
+]
 BACKWARD_CHUNKS = [
     elementwise("copy a chunk's do to that of all tokens", "do", "do"),
-    elementwise("norm again, and its gradient", "dn1 x", "n1 dx"),
+    elementwise("recompute the norm, and its gradient", "dn1 x", "n1 dx"),
     elementwise("sum with dh, into dx of all tokens", "dx dh", "dx"),
 ]
 
 
 def layer_tensors(plan: Plan) -> dict[str, float]:
-    """Return the bytes of a layer's tensors, of all tokens, by their names in the tables above."""
+    """Return the bytes of a layer's tensors for all tokens, by their names in the tables above."""
     cfg, n = plan.local_model, plan.tokens
     q, kv = plan.q_kv_widths
-    # in fsp a column works on its own tokens between products. In msp, too, but its norms see all
-    # tokens, and the sums next to them are counted likewise
-    own = plan.tokens_between_products if plan.tp_mode == "fsp" else n
+    own = n
+    if plan.tp_mode == "fsp":  # a rank works on its own tokens between products
+        own = plan.tokens_between_products
+    # in msp, too, but its norms see all tokens, and the sums next to them are counted like the norms
     table = (
         ("x h y o_out a_down dx dh dy", own, cfg.dim),
         ("n1 n2 dn1 dn2", own, cfg.dim),
@@ -970,72 +974,83 @@ class KernelSeconds:
 
 def kernel_seconds(est: Estimator, plan: Plan) -> KernelSeconds:
     """Return the seconds of the element-wise kernels in the tables above."""
-    nbytes = layer_tensors(plan)
-
-    def moved(*tables):
-        return est.moved(sum(moved_bytes(table, nbytes) for table in tables))
-
     if plan.chunks > 1:
-        return KernelSeconds(
-            pre=moved(PRE, PRE_CHUNKS),
-            post=moved(POST, POST_CHUNKS),
-            backward_down=moved(BACKWARD_DOWN),
-            backward_rest=moved(BACKWARD, BACKWARD_CHUNKS),
-        )
+        pre = PRE + PRE_CHUNKS
+        post = POST + POST_CHUNKS
+        backward_rest = BACKWARD + BACKWARD_CHUNKS
+    else:
+        pre = PRE
+        post = POST
+        backward_rest = BACKWARD + BACKWARD_WHOLE
+
+    nbytes = layer_tensors(plan)
     return KernelSeconds(
-        pre=moved(PRE),
-        post=moved(POST),
-        backward_down=moved(BACKWARD_DOWN),
-        backward_rest=moved(BACKWARD, BACKWARD_WHOLE),
+        pre=est.moved(moved_bytes(pre, nbytes)),
+        post=est.moved(moved_bytes(post, nbytes)),
+        backward_down=est.moved(moved_bytes(BACKWARD_DOWN, nbytes)),
+        backward_rest=est.moved(moved_bytes(backward_rest, nbytes)),
     )
 
 
 def layer_seconds(est: Estimator, plan: Plan) -> LayerSeconds:
-    """Return the seconds of model.Block, whole or in chunks of tokens."""
+    """Return the seconds of model.Block, whole or in token chunks."""
 
     def products(*kinds):
-        """Return the seconds of each matrix' products, in the order of use."""
+        """Return the seconds of each matrix's products, in the order of use."""
         return [
             plan.chunks * est.products(kinds, plan.tokens / plan.chunks, *matrix)
             for matrix in plan.matrices
         ]
 
-    # where a gradient is a sum of several products, each is added to it in float32
-    sums = plan.chunks > 1 or (plan.micro_batches > 1 and plan.factors.g == 1)
-    weight_grad = "weight_grad_sum" if sums else "weight_grad"
+    # a weight's gradient that is a sum of several products is accumulated in float32
+    sums_chunks = plan.chunks > 1
+    sums_micro_batches = plan.micro_batches > 1 and plan.factors.g == 1
+    if sums_chunks or sums_micro_batches:
+        weight_grad = "weight_grad_sum"
+    else:
+        weight_grad = "weight_grad"
     first, *later = products("forward")
     *earlier, last = products("input_grad", weight_grad)
 
     moved = kernel_seconds(est, plan)
-    columns, columns_back = tp_exchange_seconds(est, plan)
+    tp_forward, tp_backward = tp_exchange_seconds(est, plan)
     kernel, exchange = attention_seconds(est, plan, backward=False)
-    kernel_back, exchange_back = attention_seconds(est, plan, backward=True)
+    kernel_backward, exchange_backward = attention_seconds(est, plan, backward=True)
 
     pre = first + moved.pre
-    post = sum(later) + moved.post + columns
-    final = last + moved.backward_down
+    post = sum(later) + moved.post + tp_forward
+    last_matrix = last + moved.backward_down
     rest = sum(earlier) + moved.backward_rest
-    # a recomputed block.post runs neither the last product nor the exchange that joins it. (Nor
-    # does it run SwiGLU, which we count: predictions of measured steps are better with it)
-    post_again = sum(later[:-1]) + moved.post + columns / 2
+
+    # a recomputed block.post runs neither the last product nor the exchange that follows it. It
+    # does not run SwiGLU either, but we count SwiGLU: predictions of measured steps are better then
+    recomputed_post = sum(later[:-1]) + moved.post + tp_forward / 2
     return LayerSeconds(
         forward=pre + kernel + exchange + post,
-        backward=final + rest + kernel_back + exchange_back + columns_back,
-        final=final,
+        backward=last_matrix + rest + kernel_backward + exchange_backward + tp_backward,
+        last_matrix=last_matrix,
         attention=kernel + exchange,
         post=post,
-        recompute=pre + post_again,
+        recompute=pre + recomputed_post,
         named={
-            "attention": kernel + kernel_back,
-            "all-to-all": exchange + exchange_back,  # and around a ring
-            "tensor exchanges": columns + columns_back,
+            "attention": kernel + kernel_backward,
+            "all-to-all": exchange + exchange_backward,  # and a ring's exchanges
+            "tensor exchanges": tp_forward + tp_backward,
         },
     )
 
 
 def tp_exchange_seconds(est, plan):
-    """Return the seconds in which the columns of a layer exchange tokens, in forward and in
-    backward. Nothing hides them."""
+    """Return the seconds in which tensor-parallel ranks exchange tokens, in a layer's forward and
+    in its backward. All of them are exposed.
+
+        mode   forward                      backward              saved x and h
+        mtp    2 all-reduces (N, C)         the same              of N tokens
+        msp    2 all-gathers and 2          the same              of N tokens
+               reduce-scatters (N, C)
+        fsp    as msp                       the same, and 2       of N/tp tokens
+                                            more all-gathers
+    """
     size = plan.tokens * plan.model.dim * plan.dtype.itemsize
     mesh = (plan.tp, 1)
     if plan.tp_mode == "mtp":
@@ -1049,9 +1064,10 @@ def tp_exchange_seconds(est, plan):
     return both, both
 
 
-# What attention.Ring does besides the attention kernel. o_sum, dq_sum and dkv_sum are float32. Two
-# things are simpler here than in attend_backward: the last sum of dk and dv is counted as one pass,
-# and the pass that sets their sums to 0 is left out.
+# The element-wise kernels of attention.Ring, besides the attention kernel. In the first step a rank
+# attends to its own keys: the *square* of the attention matrix. Every later step is a *rectangle*.
+# o_sum, dq_sum and dkv_sum are float32. Two things are simpler here than in attend_backward: the
+# last sum of dk and dv is counted as one kernel, and setting their sums to 0 is left out.
 
 RING = [
     elementwise("o of the square in float32", "o", "o_sum"),
@@ -1070,13 +1086,14 @@ RING_BACKWARD_STEP = [
     elementwise("add dk, dv of a rectangle", "dkv_sum dkv", "dkv_sum"),
 ]
 
-# A rectangle has all of a rank's queries and half of the keys, or half of the queries and all keys:
-# over all ranks and steps, each as often as the other. So a step moves 3/4 of q, and of k and v.
+# A rectangle has all of a rank's queries and half of the keys, or half of the queries and all keys.
+# Over all ranks and steps both kinds are equally frequent. So a step moves 3/4 of q, and 3/4 of k
+# and v.
 SHARE_OF_RECTANGLE = 0.75
 
 
 def ring_bytes(plan, backward):
-    """Return the bytes that a ring's element-wise kernels read and write."""
+    """Return the bytes that a ring's element-wise kernels read and write in one pass."""
     n, e, wide = plan.tokens, plan.dtype.itemsize, plan.accum_bytes
     q, kv = plan.q_kv_widths
     nbytes = {
@@ -1087,30 +1104,35 @@ def ring_bytes(plan, backward):
         "dq_sum": n * q * wide,
         "dkv_sum": n * kv * wide,
     }
-    once, step = (RING_BACKWARD, RING_BACKWARD_STEP) if backward else (RING, RING_STEP)
+    if backward:
+        once, step = RING_BACKWARD, RING_BACKWARD_STEP
+    else:
+        once, step = RING, RING_STEP
     steps = (plan.ring - 1) * SHARE_OF_RECTANGLE
     return moved_bytes(once, nbytes) + steps * moved_bytes(step, nbytes)
 
 
 def attention_seconds(est, plan, backward):
-    """Return the seconds of attention's kernel, forward or backward, with the copies made for it;
-    and of the all-to-alls and the ring, as far as no computation hides them.
+    """Return two numbers of seconds for forward or backward: those of attention's kernel with the
+    copies made for it, and those by which communication makes attention longer.
 
-    The kernel hides the all-to-alls of other head groups, and the ring's next step. Nothing hides
-    the first group's way to heads and the last group's way back to tokens; but in backward of
-    chunks, products do (attention.Ulysses)."""
+    The kernel hides the all-to-alls of other head groups and the ring's next step. The first
+    group's transfer to heads and the last group's transfer to tokens are exposed. There is one
+    exception: if layers run in chunks, matrix products hide these two in backward
+    (attention.Ulysses).
+    """
     groups, e = plan.head_groups, plan.dtype.itemsize
     q, kv = plan.q_kv_widths
     if backward:
         name, flops = "backward", 5
-        to_heads = 3 * q + kv  # columns of q, k, v, o, do
+        to_heads = 3 * q + kv  # widths of q, k, v, o, do
         to_tokens = q + kv  # of dq, dk, dv
     else:
         name, flops = "forward", 2
         to_heads = q + kv  # of q, k, v
         to_tokens = q  # of o
 
-    # a ring's kernels are squares of its part of a sequence
+    # a ring's kernels see only a rank's part of the sequence, so they run at that length's rate
     own_seq = plan.seq / plan.ring
     kernel = flops * q * plan.tokens * plan.seq / est.attention_rate(name, own_seq)
     if plan.ring > 1:
@@ -1118,28 +1140,32 @@ def attention_seconds(est, plan, backward):
     if plan.head_ranks * groups > 1:  # copies to and from the order of heads: read and written
         kernel += est.moved(plan.tokens * 2 * (to_heads + to_tokens) * e)
 
+    # the all-to-alls of one head group: to heads and to tokens
     exchange = sum(
-        est.collective("all_to_all", plan.tokens * columns * e / groups, plan.mesh(plan.head_ranks))
-        for columns in (to_heads, to_tokens)
+        est.collective("all_to_all", plan.tokens * width * e / groups, plan.mesh(plan.head_ranks))
+        for width in (to_heads, to_tokens)
     )
     exposed_exchange = exchange
     if backward and plan.recompute == "auto":
         exposed_exchange = 0.0
 
+    # the exchanges of the ring
     kv_bytes = plan.ring * plan.tokens * kv * e / plan.kv_groups
-    around = groups * est.collective("all_gather", kv_bytes, plan.mesh(plan.sp, plan.head_ranks))
-    if backward:  # dk, dv too
-        around *= 1 + plan.ring_sum_bytes / e
+    ring_mesh = plan.mesh(plan.sp, plan.head_ranks)
+    ring_exchange = groups * est.collective("all_gather", kv_bytes, ring_mesh)
+    if backward:  # dk and dv are passed on, too
+        ring_exchange *= 1 + plan.ring_sum_bytes / e
 
     # a ring takes multiprocessors; all-to-alls in a node take only copy engines
-    slow = est.profile.overlap["collectives" if plan.ring > 1 else "all_to_all"]
-    hideable = groups * exchange - exposed_exchange + around
-    return kernel, exposed_exchange + sum(exposed_and_slowed(kernel, hideable, slow))
+    factors = est.profile.overlap["collectives" if plan.ring > 1 else "all_to_all"]
+    hideable = groups * exchange - exposed_exchange + ring_exchange
+    exposed, slowed = exposed_and_slowed(kernel, hideable, factors)
+    return kernel, exposed_exchange + (exposed + slowed)
 
 
 # The element-wise kernels of ops._HeadLoss and ops._Embedding. Logits and dhead_wide, the head's
-# gradient as it is computed, are float32. Where gradients of several micro-batches are added to the
-# kept ones right here, they are counted as if they were written to a buffer.
+# gradient as it is computed, are float32. A gradient that is added to the kept gradients of earlier
+# micro-batches is counted as if it were written to a buffer.
 
 LOSS = [
     elementwise("largest logit of a token", "logits", ""),
@@ -1147,7 +1173,7 @@ LOSS = [
     elementwise("gradient", "logits", "dlogits"),
     elementwise("gradient in the dtype of x", "dlogits", "dlogits_narrow"),
 ]
-ENDS = [
+VOCAB_GRADS = [
     elementwise("the head's gradient, times that of the loss", "dhead_wide", "dhead"),
     elementwise("the embedding's gradient = 0", "", "dembed"),
     elementwise("the embedding's gradient, to its buffer", "dembed", "dembed"),
@@ -1155,7 +1181,7 @@ ENDS = [
 
 
 def head_seconds(est, plan):
-    """Return the seconds of head and loss, whose gradients are computed at once, and of the
+    """Return the seconds of a micro-batch's head and loss, forward and backward, and of the
     embedding's gradient."""
     vocab, dim = plan.vocab_matrix
     e, wide = plan.dtype.itemsize, plan.accum_bytes
@@ -1170,50 +1196,61 @@ def head_seconds(est, plan):
     }
     kinds = "forward", "input_grad", "weight_grad_sum"
     products = est.products(kinds, plan.tokens_between_products, vocab, dim)
-    return products + est.moved(moved_bytes(LOSS + ENDS, nbytes))
+    return products + est.moved(moved_bytes(LOSS + VOCAB_GRADS, nbytes))
 
 
-# ---------------------------------------------------------------------------- seconds of states
+# ---------------------------------------------------------------------------- seconds of model states
+
+
+class UnitSeconds(NamedTuple):
+    """Seconds of communication for some matrices if nothing runs meanwhile, by shard.STREAMS."""
+
+    param_gather: float  # of a pass
+    grad_scatter: float  # of the last micro-batch
+    grad_reduce: float  # of the last micro-batch
+    param_broadcast: float  # of a step
+    early_grad_scatter: float  # of each earlier micro-batch
 
 
 def unit_seconds(est, plan, matrices):
-    """Return the seconds of communication for the model states of some matrices, if nothing runs
-    meanwhile: param_gather, grad_scatter, grad_reduce and param_broadcast (as STREAMS) of the last
-    micro-batch; and grad_scatter of an earlier micro-batch."""
+    """Return the UnitSeconds of some matrices as an array."""
     seconds = np.zeros(5)
     for stream, op, ranks, inner, in_earlier, in_last in plan.collectives:
         mesh, size = plan.mesh(ranks, inner), plan.dtype.itemsize / inner
         taken = sum(est.collective(op, size * math.prod(matrix), mesh) for matrix in matrices)
         if in_last:
-            seconds[STREAMS.index(stream)] += taken
+            seconds[UnitSeconds._fields.index(stream)] += taken
         if in_earlier and stream == "grad_scatter":
-            seconds[4] += taken
+            seconds[UnitSeconds._fields.index("early_grad_scatter")] += taken
     return seconds
 
 
 def update_bytes(dtype: torch.dtype) -> int:
-    """Return the bytes per parameter that AdamW reads and writes: it reads a gradient, the master
-    weight and two moments, and writes a weight, the master weight and two moments."""
+    """Return the bytes per parameter that AdamW reads and writes.
+
+    It reads a gradient, the master weight and two moments. It writes a weight, the master weight
+    and two moments.
+    """
     return 2 * (dtype.itemsize + ADAMW.bytes_per_parameter(accumulation_dtype(dtype)))
 
 
 def streaming_seconds(est: Estimator, plan: Plan) -> float:
-    """Return seconds of a layer's forward in which optimizer states take the link to the host: to
-    the GPU and back."""
+    """Return the seconds of a layer's forward in which optimizer states stream from the host to the
+    GPU and back. The step's stream is spread evenly over all layers' forwards."""
     if plan.os_place != "host":
         return 0.0
     moved = state_bytes(plan)["optimizer"]
     return moved / est.profile.state_streaming / (plan.stage_layers * plan.micro_batches)
 
 
-def exposed(est, plan, compute, traffic, final=math.inf):
+def exposed_seconds(est, plan, compute, traffic, last_matrix=math.inf):
     """Yield, by name, the seconds by which communication makes a pass longer.
 
-    compute: seconds of the pass. traffic: seconds of communication by stream. final: for a backward
-    pass, LayerSeconds.final of all its layers.
+    compute: seconds of the pass. traffic: seconds of communication by stream. last_matrix: for a
+    backward pass, LayerSeconds.last_matrix of all its layers together.
 
-    Streams that do not overlap are exposed in full. The others use two wires, one inside nodes and
-    one across nodes, at the same time; the one that delays the pass more counts.
+    Streams that do not overlap are exposed in full. The others use two networks at the same time,
+    one inside nodes and one across nodes. The network that delays the pass more counts.
     """
     crosses_nodes = {
         stream for stream, _, ranks, *_ in plan.collectives if ranks > plan.state_ranks_per_node
@@ -1227,87 +1264,104 @@ def exposed(est, plan, compute, traffic, final=math.inf):
         else:
             inside += seconds
 
-    # backward of whole layers gathers weights one matrix ahead, and a gather waits for gradients
-    # that were launched before it. So these gradients and half of the weights have only the last
-    # matrix of a layer to hide under
-    slow_compute, slow_other = slow = est.profile.overlap["collectives"]
+    # In backward, layers that run whole gather weights only one matrix ahead, and a gather waits
+    # for the reductions of gradients launched before it. So the reductions and half of the gathers
+    # can hide only under the last matrix of a layer, the first one that backward reaches
+    factors = est.profile.overlap["collectives"]
+    slow_compute, slow_communication = factors
     hides_inside = hides_across = compute
     weights = traffic["param_gather"]
     if weights and plan.recompute == "none":
-        ahead = min(compute, final + weights / 2 * slow_other / slow_compute)
+        hides = min(compute, last_matrix + weights / 2 * slow_communication / slow_compute)
         if "param_gather" in crosses_nodes:
-            hides_across = ahead
+            hides_across = hides
         else:
-            hides_inside = ahead
+            hides_inside = hides
 
-    wires = {
-        "communication in a node": exposed_and_slowed(hides_inside, inside, slow),
-        "communication across nodes": exposed_and_slowed(hides_across, across, slow),
+    networks = {
+        "communication in a node": exposed_and_slowed(hides_inside, inside, factors),
+        "communication across nodes": exposed_and_slowed(hides_across, across, factors),
     }
     slower = "communication across nodes"
-    if sum(wires["communication in a node"]) > sum(wires["communication across nodes"]):
+    if sum(networks["communication in a node"]) > sum(networks["communication across nodes"]):
         slower = "communication in a node"
-    late, slowed = wires[slower]
-    yield slower, late
+    exposed, slowed = networks[slower]
+    yield slower, exposed
     yield "slowed by communication", slowed
 
 
-def traffic_seconds(est, plan, forward, backward, final):
-    """Return what model states add to a step, in seconds by name: communication that no pass hides,
-    and what the GPU does for gradients and the update.
+def traffic_seconds(est, plan, forward, backward, last_matrix):
+    """Return the seconds by name that model states add to a step: exposed communication, and what
+    the GPU does for gradients and the update.
 
-    forward, backward: seconds of a micro-batch through all layers of a stage. final:
-    LayerSeconds.final of all these layers.
+    forward, backward: seconds of a micro-batch through all layers of a stage. last_matrix:
+    LayerSeconds.last_matrix of all these layers together.
 
     The passes of a step, and the communication that overlaps with each:
 
-        outside of all passes    weights of the embedding and the first layer, and, at the step's
-                                 end, their gradients: nothing hides them
+        outside of all passes    weights of one vocabulary matrix and of the first layer, and their
+                                 gradients at the step's end: all exposed
         first forward            weights, and broadcasts of updated parameters
         other forwards           weights
         backwards but the last   weights, and gradients to their shards
         last backward            weights, gradients to their shards, and sums over replicas
     """
     layers, count = plan.stage_layers, plan.micro_batches
-    layer = unit_seconds(est, plan, plan.matrices)
-    end = unit_seconds(est, plan, [plan.vocab_matrix])
-    *exposed_units, exposed_earlier = layer + end
-    hidden = (layers - 1) * layer + (plan.num_vocab_matrices - 1) * end
-    gather, scatter, reduce, broadcast, earlier = hidden
+    per_layer = unit_seconds(est, plan, plan.matrices)
+    per_vocab_matrix = unit_seconds(est, plan, [plan.vocab_matrix])
+    outside = UnitSeconds(*(per_layer + per_vocab_matrix))
+    hidden = UnitSeconds(
+        *((layers - 1) * per_layer + (plan.num_vocab_matrices - 1) * per_vocab_matrix)
+    )
 
     sums, casts, update = local_seconds(est, plan)
-    *_, reduced, _ = exposed_units
-    if reduced == 0:  # no sum over replicas, so nothing is cast for it
+    if outside.grad_reduce == 0:  # no sum over replicas, so nothing is cast for it
         casts = 0.0
     backward += sums
 
-    # a pass begins with two layers' weights still in their buffers
-    gathers = {"param_gather": max(0, layers - 2) * layer[0]}
-    first_forward = {"param_gather": gather, "param_broadcast": broadcast}
-    early_backward = gathers | {"grad_scatter": earlier + exposed_earlier}
-    last_backward = gathers | {"grad_scatter": scatter, "grad_reduce": reduce}
-    passes = [  # how many, seconds of computation, of communication
-        (1, 0.0, dict(zip(STREAMS, exposed_units))),
-        (1, forward, first_forward),
-        (count - 1, forward, gathers),
-        (count - 1, backward, early_backward, final),
-        (1, backward + casts, last_backward, final),
+    outside_passes = {
+        "param_gather": outside.param_gather,
+        "grad_scatter": outside.grad_scatter,
+        "grad_reduce": outside.grad_reduce,
+        "param_broadcast": outside.param_broadcast,
+    }
+    first_forward = {
+        "param_gather": hidden.param_gather,
+        "param_broadcast": hidden.param_broadcast,
+    }
+    # other passes begin with the weights of two layers still in their buffers
+    gathers = {"param_gather": max(0, layers - 2) * UnitSeconds(*per_layer).param_gather}
+    early_backward = gathers | {
+        "grad_scatter": hidden.early_grad_scatter + outside.early_grad_scatter
+    }
+    last_backward = gathers | {
+        "grad_scatter": hidden.grad_scatter,
+        "grad_reduce": hidden.grad_reduce,
+    }
+    passes = [  # how many; seconds of computation; of communication; of the last matrix
+        (1, 0.0, outside_passes, math.inf),
+        (1, forward, first_forward, math.inf),
+        (count - 1, forward, gathers, math.inf),
+        (count - 1, backward, early_backward, last_matrix),
+        (1, backward + casts, last_backward, last_matrix),
     ]
 
-    visits = layers * count * streaming_seconds(est, plan)
+    # optimizer states stream under the first forward
+    streaming = layers * count * streaming_seconds(est, plan)
     if "host_update" in plan.overlap:
-        visits = max(0.0, visits - forward)
+        streaming = max(0.0, streaming - forward)
     total = Counter(
-        {"gradient sums": count * sums + casts, "optimizer": update, "host_update": visits}
+        {"gradient sums": count * sums + casts, "optimizer": update, "host_update": streaming}
     )
-    for times, *of_pass in passes:
-        for name, seconds in exposed(est, plan, *of_pass):
+    for times, compute, traffic, last in passes:
+        for name, seconds in exposed_seconds(est, plan, compute, traffic, last):
             total[name] += times * seconds
     return total
 
 
-# What a rank does to gradients for itself (shard.States). `whole` is a matrix' gradient before it
-# is reduced, `kept` the part that the rank keeps, `sent` a copy of that part as it travels.
+# What a rank does to gradients by itself (shard.States). `whole` is a matrix's gradient before it
+# is reduced, `kept` the part that the rank keeps, `sent` a copy of that part in the dtype in which
+# gradients travel, and `owned` the part that the rank updates with.
 
 ADD_GRADIENTS = [elementwise("add a micro-batch's gradient to the kept one", "sent kept", "kept")]
 CAST_CHUNKS = [
@@ -1321,8 +1375,12 @@ NORM = [elementwise("norm of owned gradients", "owned", "")]
 
 
 def local_seconds(est, plan):
-    """Return the seconds in which a GPU adds a micro-batch's gradients to those it keeps; casts
-    their sums to the dtype in which they travel, and back; and takes their norm and updates."""
+    """Return three numbers of seconds that a GPU spends on gradients without communication.
+
+    sums: to add a micro-batch's gradients to those that the GPU keeps. casts: to cast the
+    accumulated gradients to the dtype in which they travel, and back. update: to take the norm of
+    the gradients and to update parameters.
+    """
     f, e = plan.factors, plan.dtype.itemsize
     nbytes = {
         "whole": plan.params * e,
@@ -1351,11 +1409,11 @@ def local_seconds(est, plan):
 def lost_seconds(
     plan: ActivationPlan, layer: LayerBytes, s: LayerSeconds, bandwidth: float, busy: float
 ) -> tuple[float, float]:
-    """Return the seconds that a micro-batch loses because of its activation plan: of backward, in
-    which parts of forward run again, and of forward, in which compute waits for copies.
+    """Return the seconds that a micro-batch loses because of its activation plan, for all layers of
+    a virtual stage: in backward by recomputation, and in forward by waits for copies to the host.
 
     bandwidth: bytes per second to the host. busy: seconds of a layer's forward in which the link to
-    the host has other copies.
+    the host carries other copies.
     """
     n, m = plan.layers, plan.stride
     saved_layers = (plan.kept_chunks + plan.swapped_chunks) / plan.chunks
@@ -1363,23 +1421,28 @@ def lost_seconds(
     dropped_outputs = plan.layers_recomputing_attention
     pre = s.forward - s.attention - s.post
 
-    again = (
+    # a dropped output needs q, k and v. The last layer of a group recomputes them anyway
+    attention_inputs = dropped_outputs - dropped_outputs // m
+    recomputation = (
         (n - saved_layers) * s.recompute
         + recomputed_inputs * s.post
-        # q, k, v for a dropped output, unless the layer recomputes them anyway: a group's last one
-        + (dropped_outputs - dropped_outputs // m) * pre
+        + attention_inputs * pre
         + dropped_outputs * s.attention
     )
     hidden = plan.swapped_layers * max(0.0, s.forward - busy)
-    return again, np.maximum(0.0, host_bytes(plan, layer) / bandwidth - hidden)
+    waits = np.maximum(0.0, host_bytes(plan, layer) / bandwidth - hidden)
+    return recomputation, waits
 
 
 def step_seconds(est: Estimator, plan: Plan, states: bool = True) -> dict[str, float]:
-    """Return a step's seconds by what takes them; they add up to the step. states: whether to add
-    what model states take. Without an activation plan, layers recompute nothing."""
+    """Return a step's seconds by what takes them. The sum of all is the step.
+
+    states: whether to add what model states take. A plan without an activation plan recomputes
+    nothing.
+    """
     layers, count = plan.stage_layers, plan.micro_batches
     layer, launch = layer_seconds(est, plan), est.launch
-    again = waits = 0.0
+    recomputation = waits = 0.0  # per layer
     if plan.activations:
         lost = lost_seconds(
             plan.activations,
@@ -1388,22 +1451,22 @@ def step_seconds(est: Estimator, plan: Plan, states: bool = True) -> dict[str, f
             est.profile.to_host,
             streaming_seconds(est, plan),
         )
-        again, waits = (seconds / plan.virtual_stage_layers for seconds in lost)
+        recomputation, waits = (seconds / plan.virtual_stage_layers for seconds in lost)
 
     # a pass takes at least as long as the host takes to launch its kernels
     forward = max(layer.forward, plan.chunks * launch["forward"])
-    backward = max(layer.backward + again, plan.chunks * launch["backward"])
+    backward = max(layer.backward + recomputation, plan.chunks * launch["backward"])
     computed = layer.forward + layer.backward
-    of_layer = layer.named | {
+    per_layer = layer.named | {
         "rest of layers": computed - sum(layer.named.values()),
-        "recomputation": again,
+        "recomputation": recomputation,
         "copies": waits,
-        "launches": forward + backward - computed - again,
+        "launches": forward + backward - computed - recomputation,
     }
-    seconds = {name: count * layers * value for name, value in of_layer.items()}
+    seconds = {name: count * layers * value for name, value in per_layer.items()}
     seconds["head and loss"] = count * head_seconds(est, plan)
 
-    # a stage is idle while a micro-batch goes through one part of each other stage
+    # a stage is idle while a micro-batch runs through one virtual stage of each other stage
     other_layers = plan.model.layers - layers
     seconds["pipeline idle"] = (forward + backward) * other_layers / plan.pp_chunks
 
@@ -1412,20 +1475,21 @@ def step_seconds(est: Estimator, plan: Plan, states: bool = True) -> dict[str, f
         message = est.collective("all_gather", 2 * message_bytes(plan), two_stages)
         seconds["stage messages"] = exposed_messages(plan) * message
         seconds |= traffic_seconds(
-            est, plan, layers * forward, layers * backward, layers * layer.final
+            est, plan, layers * forward, layers * backward, layers * layer.last_matrix
         )
     return seconds
 
 
 def exposed_messages(plan):
-    """Return how many messages between stages are not hidden.
+    """Return how many messages between pipeline stages are exposed, over a step.
 
-    One part per stage: a stage runs a backward as soon as its gradient arrives. So P micro-batches
-    wait together for the 2 (P - 1) messages of one of them, to the last stage and back. The step's
-    begin and end expose 2 (P - 2) more, to and from the stages before the last.
+    One virtual stage per stage: a stage runs a backward as soon as its gradient arrives. So P
+    micro-batches of P stages wait together for the 2 (P - 1) messages of one of them, to the last
+    stage and back. The step's begin and end expose 2 (P - 2) more, to and from the stages before
+    the last one.
 
-    Several parts per stage: only the first micro-batch's messages are exposed. Later there are
-    other passes to run meanwhile.
+    Several virtual stages per stage: only the first micro-batch's messages are exposed. Later a
+    stage has other passes to run meanwhile.
     """
     stages = plan.pp
     if plan.pp_chunks > 1:
@@ -1434,6 +1498,8 @@ def exposed_messages(plan):
 
 
 def predict(plan: Plan, profile: Profile, kernel: str = "auto") -> Plan:
-    """Return the plan with its bytes and its seconds with an attention kernel. Its `activations`
-    say what layers keep."""
+    """Return the plan with its bytes and its seconds counted.
+
+    kernel: the attention kernel that runs. The plan's `activations` are taken as they are.
+    """
     return replace(with_bytes(plan), seconds=step_seconds(Estimator(profile, kernel), plan))
