@@ -111,8 +111,11 @@ class Plan:
 
     @functools.cached_property
     def local_model(self) -> ModelConfig:
-        """Return a model whose layers have the sizes that one tensor-parallel rank holds: H/tp query
-        heads, K/tp key/value heads, F/tp features. It is counted as any other model."""
+        """Return a model whose layers have the sizes that one tensor-parallel rank holds.
+
+        These are H/tp query heads, K/tp key/value heads and F/tp features. The local model is
+        counted as any other model.
+        """
         cfg, tp = self.model, self.tp
         return replace(
             cfg,
@@ -210,7 +213,7 @@ class Plan:
 
     @property
     def state_ranks(self) -> int:
-        """Return how many ranks share their model states: those with the same pipeline stage and the
+        """Return how many ranks share their model states. They have the same pipeline stage and the
         same tensor-parallel rank."""
         return self.ranks // (self.tp * self.pp)
 
@@ -791,7 +794,7 @@ def with_bytes(plan: Plan) -> Plan:
 
 
 def message_bytes(plan):
-    """Return the bytes of the message that a pipeline stage sends to the next one per micro-batch."""
+    """Return the bytes that a pipeline stage sends to the next one per micro-batch."""
     if plan.pp == 1:
         return 0
     return plan.tokens_between_products * plan.model.dim * plan.dtype.itemsize
@@ -945,7 +948,7 @@ def layer_tensors(plan: Plan) -> dict[str, float]:
     own = n
     if plan.tp_mode == "fsp":  # a rank works on its own tokens between products
         own = plan.tokens_between_products
-    # in msp, too, but its norms see all tokens, and the sums next to them are counted like the norms
+    # so does msp, but its norms see all tokens. Sums next to norms are counted like the norms
     table = (
         ("x h y o_out a_down dx dh dy", own, cfg.dim),
         ("n1 n2 dn1 dn2", own, cfg.dim),
@@ -1199,7 +1202,7 @@ def head_seconds(est, plan):
     return products + est.moved(moved_bytes(LOSS + VOCAB_GRADS, nbytes))
 
 
-# ---------------------------------------------------------------------------- seconds of model states
+# ---------------------------------------------------------------------------- seconds of states
 
 
 class UnitSeconds(NamedTuple):
