@@ -51,8 +51,9 @@ element-wise kernels are rows of the tables above `layer_tensors`: add yours the
 Legend of the whole file:
 
     N tokens of a micro-batch on a rank     L layers, M micro-batches per step
-    C width, F feed-forward width           H query heads, K key/value heads, D head width
-    p, g, os sharding factors               e bytes per element
+    C width, F feed-forward width           H query heads, K key/value heads
+    V vocabulary                            P parameters of a rank before they are sharded
+    p, g, os sharding factors (AMSP)        e bytes per element, tp tensor-parallel ranks
     n layers of a virtual stage, of which the last k are resident (as in offload.py)
     m layers per group: only its first layer saves x        X layers that drop o
     mesh: (GPUs in a node, nodes) of a group of ranks
@@ -1486,10 +1487,10 @@ def step_seconds(est: Estimator, plan: Plan, states: bool = True) -> dict[str, f
 def exposed_messages(plan):
     """Return how many messages between pipeline stages are exposed, over a step.
 
-    One virtual stage per stage: a stage runs a backward as soon as its gradient arrives. So P
-    micro-batches of P stages wait together for the 2 (P - 1) messages of one of them, to the last
-    stage and back. The step's begin and end expose 2 (P - 2) more, to and from the stages before
-    the last one.
+    One virtual stage per stage: a stage runs a backward as soon as its gradient arrives. So,
+    with S stages, S micro-batches wait together for the 2 (S - 1) messages of one of them, to the
+    last stage and back. The step's begin and end expose 2 (S - 2) more, to and from the stages
+    before the last one.
 
     Several virtual stages per stage: only the first micro-batch's messages are exposed. Later a
     stage has other passes to run meanwhile.

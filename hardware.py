@@ -14,8 +14,9 @@ the logarithm.
 
 A Profile is a file, results/profiles/NAME.json. `bench.py --profile NAME` measures one by
 measure.py, or someone puts it together from published numbers, each with its source. Nothing in a
-profile is fitted to whole steps, and only `memory` is fitted to a whole layer. `load_profile` finds a profile
-by name, and `find_profile` by GPU: a GPU without a profile gets one scaled by its data sheet.
+profile is fitted to whole steps, and only `memory` is fitted to a whole layer. `load_profile` finds
+a profile by its name, and `find_profile` by the name of a GPU. For a GPU without a profile, an
+H200's is scaled by the data sheets.
 
 The rates of attention belong to a kernel, so a profile has a table per kernel that was measured.
 The seconds of launches belong to a host, because a faster processor launches a layer sooner. So a
@@ -248,7 +249,8 @@ def load_profile(name: str, per_node: int | None = None) -> Profile:
         raise ValueError(
             f"--cluster {name}: {path} is no profile as bench.py --profile writes it: "
             f"{e.args[-1]}. Give a profile's file, or one of {', '.join(profile_files())}; or a "
-            f"GPU by its name, {gpus}. For another GPU, name the nearest of these, and give --gpu-memory"
+            f"GPU by its name, {gpus}. For another GPU, name the nearest of these, and give "
+            "--gpu-memory"
         ) from e
     if per_node:
         return add_network(profile, per_node)
@@ -295,20 +297,18 @@ def is_positive(x) -> bool:
 def find_profile(device_name: str, per_node: int) -> Profile:
     """Return the profile for a GPU by PyTorch's device name, and for nodes of `per_node` GPUs.
 
-    The first row that applies decides:
+    A profile is the GPU's own if its device has the same data sheet in SHEETS, or, without a data
+    sheet, the same name.
 
-        there is                                    example            the profile
-        a profile of the same data sheet in         H200, 8 per node   h200x8
-        SHEETS, or of the same device name
-        - several: the smallest node that has       H200, 3 per node   h200x8
-          at least per_node GPUs
-        - several, all nodes smaller: the largest   H200, 16 per node  h200x8
-        - it has one GPU, so no network             H100, 8 per node   h100x1, with an H200's
-                                                                       network, scaled (add_network)
-        a data sheet, but no profile                A100, 8 per node   h200x8, scaled
-        neither                                     H20, 8 per node    h200x8 as it is
+        own profiles                     example              the profile
+        nodes of at least per_node       H200, 3 per node     h200x8: the smallest of these
+        only smaller nodes               H200, 16 per node    h200x8: the largest of these
+        only one GPU, so no network      H100, 8 per node     h100x1, with an H200's network, scaled
+                                                              (add_network)
+        none, but a data sheet           A100, 8 per node     h200x8, scaled
+        none, and no data sheet          H20, 8 per node      h200x8 as it is
 
-    The name of a scaled profile says so.
+    If a whole profile is scaled or borrowed, its name says so.
     """
     kind = sheet_or_name(device_name)
     profiles = [load_profile(name) for name in profile_files()]
