@@ -6,28 +6,39 @@ Bytes. Model states and saved activations last from one moment of a step to the 
 counted term by term, as shard.py and offload.py allocate them. `working` is what a step needs in
 addition at its largest moment: `working_moments` lists the tensors alive at three moments.
 
+Legend:
+
+    N tokens of a micro-batch on a rank     L layers, M micro-batches per step
+    C width, F feed-forward width           H query heads, K key/value heads
+    V vocabulary                            P parameters of a rank before they are sharded
+    p, g, os sharding factors (AMSP)        e bytes per element, tp tensor-parallel ranks
+    n layers of a virtual stage, of which the last k are resident (as in offload.py)
+    m layers per group: only its first layer saves x        X layers that drop o
+    mesh: (GPUs in a node, nodes) of a group of ranks
+
 Example: 7B (P = 6.74e9 parameters) with one sequence of 256K tokens on four H200s,
 
     python planner.py --model 7b --ranks 4 --seq 256K --batch 1 --cluster h200x8 --host-memory 400G
 
-The planner shards with p,g,os = 2,4,4. The 4 ranks share the sequence, 64K tokens each, and run it
-in one token chunk per layer. Of the 32 layers the last 14 are resident on the GPU, and 13 of them
-keep all of their activations. The first 18 are swapped, 17 of them with S_others. For 64K tokens x
-takes 0.50 GiB, S_attn 0.51 and S_others 4.69 (`skeletal_bytes`).
+The planner shards with p,g,os = 2,4,4. The 4 ranks share the sequence, so each has N = 64K tokens,
+which run in one token chunk per layer. The last 14 of 32 layers are resident on the GPU, and 13 of
+them keep everything; one recomputes S_others. The first 18 are swapped to the host, 17 of them with
+S_others. Per layer S_input (x) takes 0.50 GiB, S_attn (o and its log-sum-exp) 0.51, and S_others
+(all other skeletal activations) 4.69.
 
     term                formula                                                         GiB
-    parameters          2 P / p                                                        6.28
-    gradients           2 P / g                                                        3.14
-    optimizer           12 P / os                                                     18.83
+    parameters          2 P / p bytes, bf16                                            6.28
+    gradients           2 P / g bytes, bf16                                            3.14
+    optimizer           12 P / os bytes: master weight and two moments in float32     18.83
     gathered weights    2 bytes x (matrices of 2 layers + embedding + head)            1.24
     whole gradients     the same                                                       1.24
-    activations         14 x (x + S_attn) = 14.11, 13 x S_others = 60.94, and two     86.44
-                        rounding buffers of x + S_attn + S_others = 2 x 5.70
+    activations         14 x (S_input + S_attn) = 14.11, 13 x S_others = 60.94,       86.44
+                        and two rounding buffers of all three = 2 x 5.70
     working             largest moment, backward of a chunk's products: dy, dx and     8.03
                         do 1.50, gate|up's gradient 2.69, SwiGLU and its gradient
                         2.69, all-to-all buffers 0.81 and 0.31, cos and sin 0.03
     all                                                                              125.20
-    host memory         18 x (x + S_attn) + 17 x S_others                             97.84
+    host memory         18 x (S_input + S_attn) + 17 x S_others                       97.84
 
 Seconds. They are computed in three levels:
 
@@ -47,16 +58,6 @@ still updates. A pipeline is timed as if a micro-batch ran through all layers of
 
 If you change model.Block, its matrices and what it saves are counted without an edit here. Its
 element-wise kernels are rows of the tables above `layer_tensors`: add yours there.
-
-Legend of the whole file:
-
-    N tokens of a micro-batch on a rank     L layers, M micro-batches per step
-    C width, F feed-forward width           H query heads, K key/value heads
-    V vocabulary                            P parameters of a rank before they are sharded
-    p, g, os sharding factors (AMSP)        e bytes per element, tp tensor-parallel ranks
-    n layers of a virtual stage, of which the last k are resident (as in offload.py)
-    m layers per group: only its first layer saves x        X layers that drop o
-    mesh: (GPUs in a node, nodes) of a group of ranks
 """
 
 import functools
@@ -505,7 +506,8 @@ def group_bytes(plan: ActivationPlan, layer: LayerBytes, group) -> float:
 
     inputs = resident_inputs + recomputed_inputs
     outputs = resident_outputs + recomputed_outputs
-    # kept chunks are those of the last layers, so they count in full only for the last group
+    # the last layers keep chunks, and the last group has all of them. Earlier groups may count none:
+    # with m = 1 the last group needs most anyway, and with m > 1 no chunk is kept
     kept = np.where(end == n, plan.kept_chunks * others / plan.chunks, 0.0)
     return inputs * x + outputs * attn + kept
 
@@ -1117,8 +1119,10 @@ def ring_bytes(plan, backward):
 
 
 def attention_seconds(est, plan, backward):
-    """Return two numbers of seconds for forward or backward: those of attention's kernel with the
-    copies made for it, and those by which communication makes attention longer.
+    """Return (kernel, communication), the seconds of attention in forward or in backward.
+
+    kernel: of the attention kernel and the copies made for it. communication: by how much
+    all-to-alls and the ring make attention longer.
 
     The kernel hides the all-to-alls of other head groups and the ring's next step. The first
     group's transfer to heads and the last group's transfer to tokens are exposed. There is one
@@ -1136,7 +1140,7 @@ def attention_seconds(est, plan, backward):
         to_heads = q + kv  # of q, k, v
         to_tokens = q  # of o
 
-    # a ring's kernels see only a rank's part of the sequence, so they run at that length's rate
+    # a ring's kernels see 1 / ring of the sequence, so they run at the rate of that length
     own_seq = plan.seq / plan.ring
     kernel = flops * q * plan.tokens * plan.seq / est.attention_rate(name, own_seq)
     if plan.ring > 1:
@@ -1379,7 +1383,7 @@ NORM = [elementwise("norm of owned gradients", "owned", "")]
 
 
 def local_seconds(est, plan):
-    """Return three numbers of seconds that a GPU spends on gradients without communication.
+    """Return (sums, casts, update), the seconds of a GPU's own work on gradients and the update.
 
     sums: to add a micro-batch's gradients to those that the GPU keeps. casts: to cast the
     accumulated gradients to the dtype in which they travel, and back. update: to take the norm of
