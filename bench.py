@@ -519,7 +519,7 @@ def kernels_alone(run: Run) -> tuple[Callable, Callable]:
     tokens = plan.tokens // parts
     *layer, head = (
         (random(tokens, cols), random(tokens, rows), random(rows, cols))
-        for rows, cols in (*plan.matrices, plan.end)
+        for rows, cols in (*plan.matrices, plan.vocab_matrix)
     )
     heads, kv_heads = (max(1, n // plan.sp) for n in (cfg.heads, cfg.kv_heads))
     q, k, v, do = (
@@ -548,7 +548,14 @@ def kernel_seconds(bench: Bench, run: Run) -> float:
     runs. Norms, rotary embedding, softmax, communication and recomputation do not count. For a
     pipeline this is the mean of its stages. A collective."""
     plan = run.plan
-    shapes = plan.matrices, plan.end, plan.micro_batch, plan.seq, plan.sp, plan.local_model.heads
+    shapes = (
+        plan.matrices,
+        plan.vocab_matrix,
+        plan.micro_batch,
+        plan.seq,
+        plan.sp,
+        plan.local_model.heads,
+    )
     if shapes not in bench.kernels:
         bench.kernels[shapes] = [
             max(gather_objects(device_seconds(bench, work))) for work in kernels_alone(run)

@@ -1,50 +1,63 @@
-"""Count what a plan costs: the bytes of a rank, and the seconds of a step, for a machine's profile.
+"""Count what a plan costs: the bytes that a rank needs, and the seconds of a training step.
 
-Bytes are named terms. Model states, their buffers, and what layers keep last from one moment to the
-next, and are counted as shard.py and offload.py allocate them. Beside them a step needs working
-memory: `working_moments` lists the tensors that are alive at three moments, of which the largest
-counts. For example, in the loss of 1b (V = 32000) with 4096 tokens in bf16:
+The planner compares plans by these two counts (`predict`). No number is fitted to whole steps.
 
-    logits and their gradient            2 x (4096, 32000) float32
-    gradient of the head                     (32000, 2048) float32
-    the last layer's output, its norm,       (4096, 3 x 2048) bf16
-    the norm's gradient
+Bytes. Model states and saved activations last from one moment of a step to the next. They are
+counted term by term, as shard.py and offload.py allocate them. `working` is what a step needs in
+addition at its largest moment: `working_moments` lists the tensors alive at three moments.
 
-Seconds come in three stages, and no number is fitted to whole steps:
+Legend:
 
-    operations   FLOPs / rate(shape), bytes / bandwidth(operation, bytes, mesh): Estimator
-    layers       matrix products, attention with its all-to-alls, and element-wise kernels, each
-                 with the tensors that it reads and writes: layer_seconds
-    step         each pass with the communication that overlaps with it: the longer of the two
-                 counts, and each slows down the other: step_seconds
+    N tokens of a micro-batch on a rank     L layers, M micro-batches per step
+    C width, F feed-forward width           H query heads, K key/value heads
+    V vocabulary                            P parameters of a rank before they are sharded
+    p, g, os sharding factors (AMSP)        e bytes per element, tp tensor-parallel ranks
+    n layers of a virtual stage, of which the last k are resident (as in offload.py)
+    m layers per group: only its first layer saves x        X layers that drop o
+    mesh: (GPUs in a node, nodes) of a group of ranks
+
+Example: 7B (P = 6.74e9 parameters) with one sequence of 256K tokens on four H200s,
+
+    python planner.py --model 7b --ranks 4 --seq 256K --batch 1 --cluster h200x8 --host-memory 400G
+
+The planner shards with p,g,os = 2,4,4. The 4 ranks share the sequence, so each has N = 64K tokens,
+which run in one token chunk per layer. The last 14 of 32 layers are resident on the GPU, and 13 of
+them keep everything; one recomputes S_others. The first 18 are swapped to the host, 17 of them with
+S_others. Per layer S_input (x) takes 0.50 GiB, S_attn (o and its log-sum-exp) 0.51, and S_others
+(all other skeletal activations) 4.69.
+
+    term                formula                                                         GiB
+    parameters          2 P / p bytes, bf16                                            6.28
+    gradients           2 P / g bytes, bf16                                            3.14
+    optimizer           12 P / os bytes: master weight and two moments in float32     18.83
+    gathered weights    2 bytes x (matrices of 2 layers + embedding + head)            1.24
+    whole gradients     the same                                                       1.24
+    activations         14 x (S_input + S_attn) = 14.11, 13 x S_others = 60.94,       86.44
+                        and two rounding buffers of all three = 2 x 5.70
+    working             largest moment, backward of a chunk's products: dy, dx and     8.03
+                        do 1.50, gate|up's gradient 2.69, SwiGLU and its gradient
+                        2.69, all-to-all buffers 0.81 and 0.31, cos and sin 0.03
+    all                                                                              125.20
+    host memory         18 x (S_input + S_attn) + 17 x S_others                       97.84
+
+Seconds. They are computed in three levels:
+
+    operations   FLOPs / rate(shape), bytes / bandwidth(operation, bytes, mesh)    Estimator
+    layers       matrix products, attention with its all-to-alls, and              layer_seconds
+                 element-wise kernels, by the tensors that they read and write
+    step         forward and backward passes. Communication that overlaps with     step_seconds
+                 a pass slows it down, and what the pass cannot hide is exposed
 
 In a pipeline the stages differ. We count the bytes of a stage that has the most of everything: as
 many micro-batches in flight as the first stage, layers and logits as the last. The seconds are
-those of the last stage, which has the most layers, and the time in which it is idle.
-
-With tensor parallelism a rank has H/T query heads, K/T key/value heads and F/T features of each
-layer, a *column* of it. `Plan.local_model` is a model with these sizes, and is counted as any other.
-What the T ranks exchange is added. With N tokens of all columns:
-
-    mode   a layer's forward            its backward              x, h that are kept
-    mtp    2 all-reduces (N, C)         the same                  N tokens
-    msp    2 all-gathers and 2          the same                  N
-           reduce-scatters (N, C)
-    fsp    as msp                       the same, and 2           N/T
-                                        all-gathers more
+those of the last stage, which has the most layers, plus the time in which it is idle.
 
 Left out: ranks that wait for a slower one, the first step's compilation, sums of a few numbers
 (0.1 % of the shortest steps), the embedding and the last norm, and gathers of weights that the host
 still updates. A pipeline is timed as if a micro-batch ran through all layers of a stage at once.
 
-If you change model.Block, its matrices and what it saves are counted as they are. Its element-wise
-kernels are rows of the tables above `layer_tensors`: add yours there.
-
-Legend: N tokens that a rank has at once (of all columns), L layers, M micro-batches per step, C
-width, H query heads, K key/value heads, D head width, F feed-forward width, V vocabulary; e bytes
-per element; p, g, os sharding factors; a mesh is (GPUs in a node, nodes) of a group of ranks; P
-stages of a pipeline, V parts of the model on one stage (`pp_chunks`). What layers keep: n layers, k
-resident layers, m layers per group, of which one keeps x, X layers that drop o.
+If you change model.Block, its matrices and what it saves are counted without an edit here. Its
+element-wise kernels are rows of the tables above `layer_tensors`: add yours there.
 """
 
 import functools
@@ -58,7 +71,7 @@ import numpy as np
 import torch
 
 import model as llama
-from hardware import Profile, interpolate, interpolate_twice, launches_of, rates_of
+from hardware import Profile, interpolate, interpolate_twice, nearest_host, nearest_kernel
 from model import ModelConfig, flops_per_token
 from offload import ActivationPlan, matrices_of, trace_block
 from ops import LOSS_ELEMENTS, accumulation_dtype
@@ -75,32 +88,36 @@ class Plan:
     model: ModelConfig
     dtype: torch.dtype
     ranks: int
-    per_node: int  # ranks of a node
+    per_node: int  # ranks per node
     seq: int  # tokens of a sequence
-    sp: int = 1  # ranks that share a sequence
-    ring: int = 1  # ranks around which k and v travel; the other factor of sp shares heads
-    batch: int = 1  # sequences per step, of all ranks
-    micro_batch: int = 1  # sequences that sp ranks run at once
-    head_groups: int = 1
-    recompute: str = "none"  # auto: layers run in chunks of tokens; none: layers run whole
-    chunk: int = 0  # the most tokens that a layer runs at once
+    sp: int = 1  # ranks of a sequence-parallel group, which share a sequence
+    ring: int = 1  # ranks of a ring, which pass k and v on; sp / ring ranks share heads
+    batch: int = 1  # sequences per step, over all ranks
+    micro_batch: int = 1  # sequences that a sequence-parallel group runs at once
+    head_groups: int = 1  # parts of the heads, which attention runs one after the other
+    recompute: str = "none"  # auto: layers run in token chunks; none: layers run whole
+    chunk: int = 0  # the most tokens of a token chunk
     factors: Factors = Factors()
-    os_layout: str = "intra"
+    os_layout: str = "intra"  # intra: each matrix is cut; inter: each matrix has one owner
     os_place: str = "gpu"  # where optimizer states lie: gpu, or host
     optimizer: str = "adamw"  # a row of optim.OPTIMIZERS, for matrices
-    overlap: tuple[str, ...] = STREAMS
-    activations: ActivationPlan | None = None  # None: layers keep everything
-    memory: dict[str, float] = field(default_factory=dict)  # bytes of a GPU, by purpose
-    host: dict[str, float] = field(default_factory=dict)  # bytes of host memory per rank
-    seconds: dict[str, float] | None = None  # of a step, by what takes them
-    tp: int = 1  # ranks that share a layer's matrices
-    tp_mode: str = "msp"
+    overlap: tuple[str, ...] = STREAMS  # the streams that run concurrently with computation
+    activations: ActivationPlan | None = None  # None: layers keep all skeletal activations
+    memory: dict[str, float] = field(default_factory=dict)  # bytes of GPU memory, by term
+    host: dict[str, float] = field(default_factory=dict)  # bytes of host memory per rank, by term
+    seconds: dict[str, float] | None = None  # seconds of a step, by what takes them
+    tp: int = 1  # ranks of a tensor-parallel group, which share each layer's matrices
+    tp_mode: str = "msp"  # mtp, msp or fsp: see tp_exchange_seconds
     pp: int = 1  # stages of a pipeline
-    pp_chunks: int = 1  # V, parts of the model on a stage
+    pp_chunks: int = 1  # virtual stages per stage
 
     @functools.cached_property
     def local_model(self) -> ModelConfig:
-        """Return a model whose layers have the sizes of one column."""
+        """Return a model whose layers have the sizes that one tensor-parallel rank holds.
+
+        These are H/tp query heads, K/tp key/value heads and F/tp features. The local model is
+        counted as any other model.
+        """
         cfg, tp = self.model, self.tp
         return replace(
             cfg,
@@ -111,63 +128,66 @@ class Plan:
 
     @property
     def matrices(self):
-        """Return (rows, cols) of each matrix of a column's layer, in the order of use."""
+        """Return (rows, cols) of each matrix of a layer on one rank, in the order of use."""
         return block_matrices(llama.Block, self.local_model)
 
     @property
-    def widths(self):
-        """Return how many columns q has (o has as many), and how many k and v have together."""
+    def q_kv_widths(self):
+        """Return two widths in elements per token: of q (o is as wide), and of k and v together."""
         cfg = self.local_model
         return cfg.heads * cfg.head_dim, 2 * cfg.kv_heads * cfg.head_dim
 
     @property
-    def end(self):
-        """Return (rows, cols) of the embedding; the head has the same."""
+    def vocab_matrix(self):
+        """Return (rows, cols) of the embedding, which are also those of the head."""
         return self.model.vocab, self.model.dim
 
     @property
-    def ends(self) -> int:
-        """Return how many of embedding and head a stage has."""
+    def num_vocab_matrices(self) -> int:
+        """Return how many vocabulary matrices a stage has: embedding and head without a pipeline,
+        one of them at most in a pipeline."""
         return 2 if self.pp == 1 else 1
 
     @functools.cached_property
     def params(self) -> int:
-        """Return how many parameters a rank has before they are sharded. Vectors do not count."""
+        """Return P, the parameters of a rank's matrices before they are sharded. Vectors, such as
+        norm weights, are not counted."""
         per_layer = layer_params(llama.LLaMA, llama.Block, self.local_model)
         layers = sum(per_layer)
-        if self.pp > 1:  # of a fork's layers that differ, a stage may have the largest
+        if self.pp > 1:  # a fork's layers may differ, and a stage may have the largest ones
             layers = self.stage_layers * max(per_layer)
-        return layers + self.ends * math.prod(self.end)
+        return layers + self.num_vocab_matrices * math.prod(self.vocab_matrix)
 
     @property
     def accum_dtype(self) -> torch.dtype:
-        """Return the dtype in which sums are kept: float32, or wider."""
+        """Return the dtype in which sums are accumulated: float32 or wider."""
         return accumulation_dtype(self.dtype)
 
     @property
     def accum_bytes(self) -> int:
-        """Return the bytes of an element of accum_dtype."""
+        """Return the bytes per element of accum_dtype."""
         return self.accum_dtype.itemsize
 
     @property
     def grad_bytes(self) -> int:
-        """Return the bytes of an element of kept gradients. Sums of micro-batches are wide."""
+        """Return the bytes per element of the gradients that a rank keeps. Gradients accumulated
+        over micro-batches are in accum_dtype."""
         return self.accum_bytes if self.micro_batches > 1 else self.dtype.itemsize
 
     @property
-    def moment_bytes(self) -> int:
+    def optimizer_bytes_per_param(self) -> int:
         """Return the bytes of optimizer states per parameter."""
         return OPTIMIZERS[self.optimizer].bytes_per_parameter(accumulation_dtype(self.dtype))
 
     @property
-    def part_layers(self) -> int:
-        """Return the layers of the largest part of the model."""
+    def virtual_stage_layers(self) -> int:
+        """Return how many layers the largest virtual stage has."""
         return ceil_div(self.model.layers, self.pp * self.pp_chunks)
 
     @property
     def stage_layers(self) -> int:
-        """Return the layers of the largest stage."""
-        return self.pp_chunks * self.part_layers
+        """Return how many layers the largest stage has."""
+        return self.pp_chunks * self.virtual_stage_layers
 
     @property
     def tokens(self) -> int:
@@ -176,62 +196,70 @@ class Plan:
 
     @property
     def tokens_between_products(self) -> int:
-        """Return how many tokens a column has between products."""
-        return self.tokens // (self.tp if self.splits_tokens else 1)
+        """Return how many tokens a tensor-parallel rank has between matrix products."""
+        if self.splits_tokens:
+            return self.tokens // self.tp
+        return self.tokens
 
     @property
     def splits_tokens(self) -> bool:
-        """Whether each column has only a part of the tokens between products."""
+        """Return whether a tensor-parallel rank has only a part of the tokens between products."""
         return self.tp > 1 and self.tp_mode != "mtp"
 
     @property
     def chunks(self) -> int:
-        """Return in how many chunks of tokens a layer runs."""
-        return ceil_div(self.tokens, self.chunk) if self.recompute == "auto" else 1
+        """Return in how many token chunks a layer runs."""
+        if self.recompute == "auto":
+            return ceil_div(self.tokens, self.chunk)
+        return 1
 
     @property
     def state_ranks(self) -> int:
-        """Return R, the ranks that have the same stage and column, and share their model states."""
+        """Return how many ranks share their model states. They have the same pipeline stage and the
+        same tensor-parallel rank."""
         return self.ranks // (self.tp * self.pp)
 
     @property
-    def in_node(self) -> int:
+    def state_ranks_per_node(self) -> int:
         """Return how many of the state_ranks are in one node."""
         return min(self.per_node, self.ranks // self.pp) // self.tp
 
     def mesh(self, ranks, inner=1):
-        """Return (GPUs in a node, nodes) of a group: every inner-th of `ranks` neighbours among the
-        state_ranks."""
-        node = self.in_node
+        """Return the mesh (GPUs in a node, nodes) of a group of ranks.
+
+        The group takes every inner-th of `ranks` neighbours among the state_ranks. Example: with 8
+        of them per node, mesh(16) is (8, 2), and mesh(16, 4) is (2, 2).
+        """
+        node = self.state_ranks_per_node
         gpus = min(ranks, node) // min(inner, node)
         nodes = ceil_div(ranks, node) // ceil_div(inner, node)
         return gpus, nodes
 
     @property
     def dp(self) -> int:
-        """Return how many groups of sp ranks there are, each with its own sequences."""
+        """Return how many sequence-parallel groups there are. Each has sequences of its own."""
         return self.state_ranks // self.sp
 
     @property
     def head_ranks(self) -> int:
-        """Return U, the ranks that share the heads of a sequence by all-to-all."""
+        """Return how many ranks share the heads of a sequence by all-to-all (Ulysses)."""
         return self.sp // self.ring
 
     @property
     def kv_groups(self) -> int:
-        """Return how many different sets of key/value heads the head groups have. Where there are
-        more groups, several of them share a key/value head."""
+        """Return how many different sets of key/value heads the head groups have. If there are more
+        head groups than a rank has key/value heads, several groups share a key/value head."""
         return min(self.head_groups, max(1, self.local_model.kv_heads // self.head_ranks))
 
     @property
-    def sum_dtype(self) -> torch.dtype:
-        """Return the dtype of dk and dv on their way around a ring."""
+    def ring_sum_dtype(self) -> torch.dtype:
+        """Return the dtype in which the sums of dk and dv are passed around a ring."""
         return self.dtype if self.ring == 2 else self.accum_dtype
 
     @property
-    def sum_bytes(self) -> int:
-        """Return the bytes of an element of sum_dtype."""
-        return self.sum_dtype.itemsize
+    def ring_sum_bytes(self) -> int:
+        """Return the bytes per element of ring_sum_dtype."""
+        return self.ring_sum_dtype.itemsize
 
     @property
     def micro_batches(self) -> int:
@@ -239,37 +267,54 @@ class Plan:
         return self.batch // self.dp // self.micro_batch
 
     @property
-    def in_flight(self) -> int:
-        """Return the most layers of a stage, over all micro-batches, that wait for their backward:
-        of the first stage, in Megatron's order of passes."""
-        v = self.pp_chunks
-        if v == 1:
-            passes = self.pp
+    def layers_in_flight(self) -> int:
+        """Return how many layers wait for their backward at most, over all micro-batches.
+
+        The first stage has the most, in Megatron's order of passes. Each virtual stage that has run
+        a micro-batch's forward and not its backward counts with all of its layers.
+        """
+        stages, virtual_stages = self.pp, self.pp_chunks
+        if virtual_stages == 1:
+            forwards_ahead = stages
         else:
-            passes = self.pp * (v - 1) + 2 * (self.pp - 1) + 1
-        return min(passes, v * self.micro_batches) * self.part_layers
+            forwards_ahead = stages * (virtual_stages - 1) + 2 * (stages - 1) + 1
+
+        forwards = virtual_stages * self.micro_batches  # of a step
+        return min(forwards_ahead, forwards) * self.virtual_stage_layers
 
     @functools.cached_property
     def collectives(self):
         """Return the collectives of model states, as the table in shard.py's docstring has them.
+
         Each is a row
 
             stream, operation, ranks, inner, in earlier micro-batches, in the last micro-batch
 
-        Its group is every inner-th of `ranks` neighbours, each of which has 1/inner of each matrix.
+        Its group takes every inner-th of `ranks` neighbours, and each of them has 1/inner of each
+        matrix. The last two columns say whether the collective runs in these micro-batches.
         """
         p, g, os = astuple(self.factors)
-        apart = g > p  # a rank keeps the gradients that it updates, and no others
-        intra = self.os_layout == "intra"
-        sums = "grad_scatter" if apart else "grad_reduce"
-        # in layout inter the last micro-batch has one sum over all replicas, and none inside os
-        last, inner = ("grad_reduce", os) if intra else (sums, p)
+        world = self.state_ranks
+
+        # g > p: a rank keeps only the gradients that it updates, so it reduces each micro-batch's
+        reduces_early = g > p
+        reduce_stream = "grad_scatter" if reduces_early else "grad_reduce"
+
+        if self.os_layout == "intra":
+            subgroup_sum = (reduce_stream, "reduce_scatter", os, p, reduces_early, True)
+            sum_over_replicas = ("grad_reduce", "all_reduce", world, os, False, True)
+            broadcast = "all_gather"
+        else:  # inter: the last micro-batch has one sum over all replicas, and none inside os
+            subgroup_sum = (reduce_stream, "all_reduce", os, p, reduces_early, False)
+            sum_over_replicas = (reduce_stream, "all_reduce", world, p, False, True)
+            broadcast = "broadcast"
+
         return (
             ("param_gather", "all_gather", p, 1, True, True),
             ("grad_scatter", "reduce_scatter", p, 1, True, True),
-            (sums, "reduce_scatter" if intra else "all_reduce", os, p, apart, intra),
-            (last, "all_reduce", self.state_ranks, inner, False, True),
-            ("param_broadcast", "all_gather" if intra else "broadcast", os, p, False, True),
+            subgroup_sum,
+            sum_over_replicas,
+            ("param_broadcast", broadcast, os, p, False, True),
         )
 
     @property
@@ -285,18 +330,20 @@ class Plan:
         return float(sum(self.seconds.values()))  # some of them are numpy's
 
     def rates(self, seconds: float, peak: float | None, keys_seen: float | None = None) -> dict:
-        """Return the rates of a step that takes so many seconds: tokens per GPU and second (TGS),
-        and MFU, which is None if the GPU's peak FLOP/s are unknown. keys_seen: see flops_per_token."""
+        """Return tokens per GPU per second (TGS), and MFU causal and full, of a step that takes
+        `seconds`.
+
+        peak: the GPU's FLOP/s. If it is None, so is MFU. keys_seen: see flops_per_token.
+        """
         tgs = self.batch * self.seq / seconds / self.ranks
-        causal, full = (
-            peak and flops * tgs / peak
-            for flops in flops_per_token(self.model, self.seq, keys_seen)
-        )
-        return {"tgs": tgs, "mfu_causal": causal, "mfu_full": full}
+        causal, full = flops_per_token(self.model, self.seq, keys_seen)
+        if not peak:
+            return {"tgs": tgs, "mfu_causal": None, "mfu_full": None}
+        return {"tgs": tgs, "mfu_causal": causal * tgs / peak, "mfu_full": full * tgs / peak}
 
     @property
     def token_s(self) -> float:
-        """Return the seconds per token of one rank. It compares plans of different batches."""
+        """Return the GPU-seconds per token, by which plans with different batches are compared."""
         return self.step_s * self.ranks / (self.batch * self.seq)
 
 
@@ -307,15 +354,17 @@ def ceil_div(a, b):
 
 @functools.cache
 def block_matrices(block_class, cfg):
-    """Return (rows, cols) of a block's matrices, in the order of use."""
+    """Return (rows, cols) of each matrix of a block, in the order of use."""
     with torch.device("meta"):
         return tuple(matrix.shape for matrix in matrices_of(block_class(cfg)))
 
 
 @functools.cache
 def layer_params(model_class: type, block_class: type, cfg: ModelConfig) -> list[int]:
-    """Return how many parameters the matrices of each layer have. block_class is part of the key
-    only: a fork's Block has matrices of its own."""
+    """Return how many parameters the matrices of each layer have.
+
+    block_class is only part of the cache's key: a fork's Block may have other matrices.
+    """
     with torch.device("meta"):
         blocks = model_class(cfg).blocks
     return [sum(math.prod(matrix.shape) for matrix in matrices_of(block)) for block in blocks]
@@ -325,7 +374,7 @@ def layer_params(model_class: type, block_class: type, cfg: ModelConfig) -> list
 
 
 class TensorSize(NamedTuple):
-    """One row of a table of tensors: `copies` tensors (rows, columns) of a dtype."""
+    """A row of a table of tensors: `copies` tensors of shape (rows, columns)."""
 
     name: str
     rows: float
@@ -343,7 +392,7 @@ def total_bytes(tensors: Iterable[TensorSize]) -> float:
 
 
 class ElementwiseKernel(NamedTuple):
-    """A kernel that reads and writes each element of its tensors once. Tensors go by name."""
+    """A kernel that reads or writes each element of its tensors once, by the tensors' names."""
 
     name: str
     reads: tuple[str, ...]
@@ -351,79 +400,78 @@ class ElementwiseKernel(NamedTuple):
 
 
 def elementwise(name: str, reads: str, writes: str) -> ElementwiseKernel:
-    """Return a row of a table of kernels. reads, writes: names of tensors, with spaces between."""
+    """Make a row of a table of kernels. reads, writes: names of tensors, separated by spaces."""
     return ElementwiseKernel(name, tuple(reads.split()), tuple(writes.split()))
 
 
 def moved_bytes(kernels: Iterable[ElementwiseKernel], nbytes: dict[str, float]) -> float:
-    """Return the bytes that kernels read and write. nbytes: the bytes of each tensor."""
+    """Return the bytes that kernels read and write. nbytes: bytes of each tensor, by name."""
     return sum(nbytes[name] for row in kernels for name in row.reads + row.writes)
 
 
 # ---------------------------------------------------------------------------- bytes of layers
 
-LayerBytes = tuple[float, float, float]  # of x, of o and its log-sum-exp, of all else
+LayerBytes = tuple[float, float, float]  # S_input, S_attn, S_others: see skeletal_bytes
 
 
-def column_bytes(plan: Plan) -> LayerBytes:
-    """Return what a layer keeps of a micro-batch on one rank, in bytes: S_input, S_attn and
-    S_others of Memo's section 4.1.
+def skeletal_bytes(plan: Plan) -> LayerBytes:
+    """Return the bytes of a layer's skeletal activations on one rank, for one micro-batch (Memo,
+    section 4.1).
 
         S_input     x
         S_attn      o and its log-sum-exp
         S_others    what else model.Block saves (offload.trace_block tells): q, k, v, h,
                     gate|up, and 1 / rms of x and of h
 
-    In fsp a rank keeps x and h of its own tokens only. (So it does 1 / rms, whose 8 bytes per token
-    are counted for all tokens.)
-
-    With H = K and F = 8/3 C a layer so keeps 11 1/3 C elements per token, the log-sum-exp and two
-    numbers. That is Memo's 16 C without norm(x), norm(h) and SwiGLU, which are computed again.
+    If H = K and F = 8/3 C, that is 11 1/3 C elements per token, the log-sum-exp and two numbers.
+    Memo counts 16 C elements. The difference is norm(x), norm(h) and SwiGLU, which are recomputed.
     """
     cfg, e, tokens = plan.local_model, plan.dtype.itemsize, plan.tokens
-    q, kv = plan.widths
+    q, kv = plan.q_kv_widths
     trace = trace_block(cfg, tokens, plan.dtype)
 
     x = tokens * cfg.dim * e
     attn = tokens * (q * e + cfg.heads * plan.accum_bytes)
     others = tokens * (q + kv) * e + sum(t.nbytes for t in trace.pre + trace.post)
 
-    if plan.tp_mode == "fsp":
-        on_other_ranks = x - x / plan.tp  # of x, and as many of h
+    if plan.tp_mode == "fsp":  # a rank saves x and h of its own tokens only
+        # so it does 1 / rms, but its 8 bytes per token are counted for all tokens
+        on_other_ranks = x - x / plan.tp  # bytes of x, and as many of h
         return x - on_other_ranks, attn, others - on_other_ranks
     return x, attn, others
 
 
-def parts_on_host(plan):
-    """Return how many layers send their x to the host, and how many their o.
+def swapped_inputs_and_outputs(plan):
+    """Return how many layers swap their x to the host, and how many swap their o.
 
-    The fields of an ActivationPlan may be arrays with one entry per plan, here and in the next
-    functions: the planner compares all plans at once.
+    The planner compares many plans at once. So here and in the next functions, the fields of an
+    ActivationPlan may be arrays with one entry per plan.
     """
     swapped = plan.swapped_layers
-    inputs = swapped // plan.stride  # whole groups are swapped, each with the x of its first layer
+    inputs = swapped // plan.stride  # whole groups are swapped; each swaps its first layer's x
     outputs = np.maximum(0, swapped - plan.layers_recomputing_attention)
     return inputs, outputs
 
 
 def resident_bytes(plan: ActivationPlan, layer: LayerBytes) -> float:
-    """Return the most GPU bytes that hold what layers keep: the resident layers' tensors, what
-    backward recomputes for a group of layers, and the two rounding buffers. layer: column_bytes.
+    """Return the most GPU bytes that skeletal activations take at any moment of a step.
 
-    In forward the GPU holds x and o of the two layers that are on their way to the host. In
-    backward the need depends on the group of layers that backward has reached (group_bytes), and
-    four groups are enough to find the largest. Compare the groups of m layers from the first to the
-    last. What the resident layers up to a group keep only grows. What is recomputed is m - 1 inputs
-    in each group, and as many outputs as the group has layers that drop o. So there are three kinds
-    of groups:
+    These are the resident layers' activations, what backward recomputes for a group of layers, and
+    the two rounding buffers. layer: skeletal_bytes.
 
-        all layers drop o       m outputs are recomputed: the last such group needs most
+    In forward the GPU also holds x and o of the two layers whose copies to the host may still run.
+    In backward the bytes depend on the group of m layers that backward has reached (group_bytes).
+    The largest one is among four groups. To see this, compare the groups from the first to the
+    last. The resident layers up to a group only grow in number. A group recomputes m - 1 inputs,
+    and one output for each of its layers that drops o. So there are three kinds of groups:
+
+        all layers drop o       m outputs are recomputed: the last such group is the largest
         some layers drop o      there is one such group at most
-        no layer drops o        no output is recomputed: the last group needs most
+        no layer drops o        no output is recomputed: the last group is the largest
 
-    `last_dropping` is the last group in which a layer drops o, so the first two kinds are covered
-    by it and the group before it. Of the third kind the very last group may have fewer than m
-    layers, so that it recomputes less: the last whole group is compared, too.
+    `last_dropping` is the last group in which a layer drops o. It and the group before it cover the
+    first two kinds. Of the third kind, the very last group may have fewer than m layers and so
+    recompute less. Therefore the last whole group is compared, too.
     """
     x, attn, others = layer
     n, m = plan.layers, plan.stride
@@ -434,17 +482,17 @@ def resident_bytes(plan: ActivationPlan, layer: LayerBytes) -> float:
     for group in ((n - 1) // m, n // m - 1, last_dropping, last_dropping - 1):
         most = np.maximum(most, group_bytes(plan, layer, np.maximum(0, group)))
 
-    # a rounding buffer has room for the largest group that is swapped. That is the last one: it has
-    # the most layers that keep o
-    groups, outputs = parts_on_host(plan)
-    chunks = ceil_div(plan.swapped_chunks, np.maximum(1, swapped))  # of one layer, rounded up
+    # a rounding buffer has room for the largest swapped group. That is the last one, because the
+    # layers that drop o are the first ones
+    groups, outputs = swapped_inputs_and_outputs(plan)
+    chunks = ceil_div(plan.swapped_chunks, np.maximum(1, swapped))  # of a layer
     largest = x + np.minimum(m, outputs) * attn + chunks * others / plan.chunks
     return most + np.where(groups > 0, 2 * largest, 0.0)
 
 
 def group_bytes(plan: ActivationPlan, layer: LayerBytes, group) -> float:
-    """Return the GPU bytes that resident layers, and recomputed tensors, take when backward has
-    reached a group of m layers, whose first one keeps x. What later layers kept is free by then."""
+    """Return the GPU bytes of resident and of recomputed activations when backward has reached a
+    group of m layers. The activations of later layers are free by then."""
     x, attn, others = layer
     n, m = plan.layers, plan.stride
     swapped, dropping = plan.swapped_layers, plan.layers_recomputing_attention
@@ -458,15 +506,16 @@ def group_bytes(plan: ActivationPlan, layer: LayerBytes, group) -> float:
 
     inputs = resident_inputs + recomputed_inputs
     outputs = resident_outputs + recomputed_outputs
-    # backward takes kept chunks from the last layer on, so later groups find all of them
+    # the last layers keep chunks, and the last group has all of them. Earlier groups may count none:
+    # with m = 1 the last group needs most anyway, and with m > 1 no chunk is kept
     kept = np.where(end == n, plan.kept_chunks * others / plan.chunks, 0.0)
     return inputs * x + outputs * attn + kept
 
 
 def host_bytes(plan: ActivationPlan, layer: LayerBytes) -> float:
-    """Return the bytes of a rank's host buffers, for the layers that are swapped."""
+    """Return the bytes of a rank's host buffers, which hold what the swapped layers swap."""
     x, attn, others = layer
-    inputs, outputs = parts_on_host(plan)
+    inputs, outputs = swapped_inputs_and_outputs(plan)
     return inputs * x + outputs * attn + plan.swapped_chunks * others / plan.chunks
 
 
@@ -479,12 +528,14 @@ def all_to_all_buffer_bytes(plan: Plan) -> float:
 
 
 def receive_buffers(plan: Plan) -> list[TensorSize]:
-    """Return the buffers in which all-to-alls receive (attention.Ulysses). Inputs have a set of
-    buffers for each of two head groups, gradients have one set."""
+    """Return the buffers in which all-to-alls receive (attention.Ulysses).
+
+    Inputs have one set of buffers for each of two head groups, and gradients have one set.
+    """
     if plan.head_ranks == 1:
         return []
     n, dtype = plan.tokens, plan.dtype
-    q, kv = plan.widths
+    q, kv = plan.q_kv_widths
     groups = plan.head_groups
     kv_groups = plan.kv_groups  # head groups that share k and v share their buffers
     return [
@@ -496,15 +547,23 @@ def receive_buffers(plan: Plan) -> list[TensorSize]:
 
 
 def working_bytes(plan):
-    """Return the bytes that a step needs in addition to all that lasts, at its largest moment."""
+    """Return the bytes of the largest of working_moments."""
     return max(map(total_bytes, working_moments(plan).values()))
 
 
 def working_moments(plan) -> dict[str, list[TensorSize]]:
-    """Return the three moments of a step that may need most memory, each with the tensors that are
-    alive then. What lasts is not among them: states, gathered weights, what layers keep."""
+    """Return the three moments of a step that may need most memory, and the tensors alive at each.
+
+    Model states, their buffers and skeletal activations are not among these tensors. Example, the
+    loss of 1b (V = 32000) with 4096 tokens in bf16:
+
+        logits and their gradient            2 x (4096, 32000) float32
+        gradient of the head                     (32000, 2048) float32
+        the last layer's output, its norm,       (4096, 3 x 2048) bf16
+        the norm's gradient
+    """
     cfg = plan.local_model
-    passes = plan.in_flight / plan.part_layers
+    passes = plan.layers_in_flight / plan.virtual_stage_layers  # each has cos and sin of its own
     angles = TensorSize("cos and sin", plan.tokens, cfg.head_dim, plan.accum_dtype, passes)
     backward = [angles, *layer_backward_tensors(plan)]
     received = receive_buffers(plan)
@@ -516,16 +575,16 @@ def working_moments(plan) -> dict[str, list[TensorSize]]:
 
 
 def recomputes_chunks(plan) -> bool:
-    """Whether the last layer recomputes some of its chunks in backward. (Earlier layers keep no
-    more of them.)"""
+    """Return whether the last layer recomputes some of its chunks in backward. Earlier layers keep
+    no more chunks than the last one."""
     kept = plan.activations
     return kept is not None and kept.kept_chunks < kept.chunks
 
 
 def layer_backward_tensors(plan) -> list[TensorSize]:
-    """Return what is alive throughout a layer's backward, apart from what the layer kept."""
+    """Return what is alive throughout a layer's backward, besides its skeletal activations."""
     cfg, n, dtype = plan.local_model, plan.tokens, plan.dtype
-    q, kv = plan.widths
+    q, kv = plan.q_kv_widths
     tensors = [
         TensorSize("dy, of the layer's output", n, cfg.dim, dtype),
         TensorSize("dx, as far as it comes from block.post", n, cfg.dim, dtype),
@@ -533,28 +592,30 @@ def layer_backward_tensors(plan) -> list[TensorSize]:
     ]
     if recomputes_chunks(plan):
         tensors.append(TensorSize("q, k and v, recomputed", n, q + kv, dtype))
-        if cfg.qk_norm:  # their gradients need what the norms have read
+        if cfg.qk_norm:  # a norm's backward needs its input
             tensors.append(TensorSize("q and k before their norms", n, q + kv / 2, dtype))
     return tensors
 
 
 def attention_backward_tensors(plan) -> list[TensorSize]:
-    """Return what attention's backward allocates in addition to layer_backward_tensors. It runs one
-    head group after the other."""
+    """Return what attention's backward allocates in addition to layer_backward_tensors.
+
+    It runs one head group after the other.
+    """
     cfg, n, dtype, wide = plan.local_model, plan.tokens, plan.dtype, plan.accum_dtype
-    q, kv = plan.widths
+    q, kv = plan.q_kv_widths
     groups, kept = plan.head_groups, plan.activations
     one_call = plan.head_ranks * groups == 1  # the kernel sees all heads of these tokens at once
     tensors = []
 
-    # in chunks, head groups bring their gradients back to the memory of q, k and v
+    # if a layer runs in chunks, the gradients of a head group overwrite its q, k and v
     in_place = kept is not None and kept.chunks > 1 and not one_call
     if not in_place:
         tensors.append(TensorSize("dq, dk and dv", n, q + kv, dtype))
 
-    # a head group's inputs and gradients, where they are not views of whole tensors. With
-    # all-to-alls we count them for two groups, as sent and as received. That is an upper bound: the
-    # memory that GPUs needed was within 1 % of it
+    # with several head groups or all-to-alls, a group's inputs and gradients are not views of whole
+    # tensors. With all-to-alls we count two groups, each sent and received. That is an upper bound,
+    # and the memory that GPUs needed was within 1 % of it
     copies = 2 * min(2, groups) if plan.head_ranks > 1 else 1
     if not one_call:
         tensors += [
@@ -562,7 +623,7 @@ def attention_backward_tensors(plan) -> list[TensorSize]:
             TensorSize("k, v, dk, dv of a head group", n, 2 * kv / groups, dtype, copies),
         ]
 
-    # the kernel's own sums. Those of one group are still there when the next one begins
+    # the kernel's own sums. Those of one group are still alive when the next group begins
     copies = min(2, groups)
     tensors += [
         TensorSize("the kernel's dq", n, q / groups, wide, copies),
@@ -577,14 +638,14 @@ def attention_backward_tensors(plan) -> list[TensorSize]:
 
 
 def ring_backward_tensors(plan) -> list[TensorSize]:
-    """Return what a ring has in attention's backward (attention.Ring.attend_backward)."""
+    """Return what a ring allocates in attention's backward (attention.Ring.attend_backward)."""
     n, dtype = plan.tokens, plan.dtype
-    q, kv = plan.widths
+    q, kv = plan.q_kv_widths
     q, kv = q / plan.head_groups, kv / plan.head_groups  # of a head group
-    steps = min(2, plan.ring - 1)  # a step's k and v are here while the next step's arrive
+    steps = min(2, plan.ring - 1)  # k and v of this step, and of the next one, which arrive
     tensors = [
         TensorSize("k and v of other ranks", n, kv, dtype, steps),
-        TensorSize("sums of dk and dv, received and sent", n, kv, plan.sum_dtype, 2),
+        TensorSize("sums of dk and dv, received and sent", n, kv, plan.ring_sum_dtype, 2),
         TensorSize("sum of dq", n, q, plan.accum_dtype),
         TensorSize("dq, dk and dv of the step before", n, q + kv, dtype),
     ]
@@ -594,10 +655,10 @@ def ring_backward_tensors(plan) -> list[TensorSize]:
 
 
 def product_backward_tensors(plan) -> list[TensorSize]:
-    """Return what the backward of a chunk's largest products, of down, allocates beside
-    layer_backward_tensors, while the first head group's inputs travel."""
+    """Return what the backward of a chunk's largest product, down, allocates in addition to
+    layer_backward_tensors. Meanwhile the first head group's inputs are exchanged."""
     cfg, n, dtype = plan.local_model, plan.tokens, plan.dtype
-    q, kv = plan.widths
+    q, kv = plan.q_kv_widths
     groups = plan.head_groups
     rows = n / plan.chunks
     tensors = [
@@ -614,16 +675,21 @@ def product_backward_tensors(plan) -> list[TensorSize]:
         tensors.append(TensorSize("k and v, sent and received", n, kv / groups, dtype, 2))
     if plan.tp > 1:
         tensors += [
-            TensorSize("dy, dx and x of all columns' tokens", n, cfg.dim, dtype, 3),
-            TensorSize("summands, and their sum", rows, cfg.dim, dtype, 2),
+            TensorSize(
+                "dy, dx and x of all tokens of the tensor-parallel group", n, cfg.dim, dtype, 3
+            ),
+            TensorSize("summands of tensor-parallel ranks, and their sum", rows, cfg.dim, dtype, 2),
         ]
     return tensors
 
 
 def loss_tensors(plan) -> list[TensorSize]:
-    """Return what head and loss allocate (ops._HeadLoss): logits of a chunk of tokens only."""
+    """Return what head and loss allocate (ops._HeadLoss).
+
+    It runs in chunks of tokens whose logits have at most LOSS_ELEMENTS elements.
+    """
     n, wide = plan.tokens_between_products, plan.accum_dtype
-    vocab, dim = plan.end
+    vocab, dim = plan.vocab_matrix
     rows = min(LOSS_ELEMENTS / vocab, n)
     return [
         TensorSize("logits and their gradient", rows, vocab, wide, 2),
@@ -635,12 +701,16 @@ def loss_tensors(plan) -> list[TensorSize]:
 
 
 def largest_matrix(plan):
-    return max(map(math.prod, (*plan.matrices, plan.end)))
+    """Return the elements of a rank's largest matrix."""
+    return max(map(math.prod, (*plan.matrices, plan.vocab_matrix)))
 
 
 def imbalance(plan):
-    """Return how much more than the mean the owner of the most holds, where whole matrices have
-    owners (layout inter): nearly the same, or the largest matrix."""
+    """Return how many times the mean the largest owner of optimizer states holds.
+
+    In layout inter whole matrices have owners. Their loads are nearly equal, unless one matrix is
+    larger than the mean load.
+    """
     if plan.os_layout == "intra":
         return 1.0
     owners = plan.factors.os / plan.factors.p
@@ -648,79 +718,86 @@ def imbalance(plan):
 
 
 def state_bytes(plan: Plan) -> dict[str, float]:
-    """Return the bytes of a rank's model states (AMSP, section IV). Gradients of several
-    micro-batches are summed in float32."""
+    """Return the bytes of a rank's model states (AMSP, section IV)."""
     f = plan.factors
     owned = imbalance(plan)
     gradients = plan.grad_bytes * plan.params / f.g
-    if f.g > f.p:  # a rank keeps the gradients of the matrices that it owns
+    if f.g > f.p:  # a rank keeps only the gradients of the matrices that it owns
         gradients *= owned
     return {
         "parameters": plan.dtype.itemsize * plan.params / f.p,
         "gradients": gradients,
-        "optimizer": plan.moment_bytes * plan.params / f.os * owned,
+        "optimizer": plan.optimizer_bytes_per_param * plan.params / f.os * owned,
     }
 
 
 def weight_buffer_bytes(plan: Plan) -> dict[str, float]:
-    """Return the bytes of the buffers for gathered weights and for whole gradients: one each for
-    embedding and head, two for each matrix of a layer (shard.States)."""
+    """Return the bytes of the buffers for gathered weights and for whole gradients (shard.States).
+
+    There is one buffer for each of embedding and head, and two for each matrix of a layer.
+    """
     f, e = plan.factors, plan.dtype.itemsize
-    ends = plan.ends * math.prod(plan.end)
-    layers = 2 * sum(map(math.prod, plan.matrices))
+    vocab_elements = plan.num_vocab_matrices * math.prod(plan.vocab_matrix)
+    layer_elements = 2 * sum(map(math.prod, plan.matrices))
 
-    weights = gradients = 0
+    weights = 0
     if f.p > 1:
-        weights = (layers + ends) * e
+        weights = (layer_elements + vocab_elements) * e
 
-    # gradients of chunks are summed in float32: where a rank keeps all gradients of several
-    # micro-batches, in these, and else in a buffer
-    sums_chunks = plan.chunks > 1 and plan.micro_batches == 1
+    # gradients of chunks are summed in accum_dtype. A rank that keeps whole gradients (g = 1) over
+    # several micro-batches sums into them, and otherwise into a buffer
+    sums_in_buffer = plan.chunks > 1 and plan.micro_batches == 1
+    grad_bytes = plan.accum_bytes if plan.chunks > 1 else e
+    gradients = 0
     if f.g > 1:
-        gradients += ends * e
-    if f.g > 1 or sums_chunks:
-        gradients += layers * (plan.accum_bytes if plan.chunks > 1 else e)
+        gradients += vocab_elements * e
+    if f.g > 1 or sums_in_buffer:
+        gradients += layer_elements * grad_bytes
     return {"gathered weights": weights, "whole gradients": gradients}
 
 
-def visit_bytes(plan: Plan) -> float:
-    """Return the bytes of the buffers in which optimizer states of the host visit the GPU."""
+def streaming_buffer_bytes(plan: Plan) -> float:
+    """Return the bytes of the buffers through which optimizer states stream from the host and back
+    (optim.HostStates.stream_through)."""
     f = plan.factors
-    elements = largest_matrix(plan) / (f.p if plan.os_layout == "inter" else f.os)
-    if not OPTIMIZERS[plan.optimizer].whole:
+    shards = f.p if plan.os_layout == "inter" else f.os
+    elements = largest_matrix(plan) / shards
+    if not OPTIMIZERS[plan.optimizer].whole:  # it updates a matrix in pieces
         elements = min(elements, PIECE_ELEMENTS)
-    return PIECE_BUFFERS * plan.moment_bytes * elements
+    return PIECE_BUFFERS * plan.optimizer_bytes_per_param * elements
 
 
 def memory_of_states(plan: Plan) -> tuple[dict[str, float], dict[str, float]]:
-    """Return the bytes that model states and their buffers take of a GPU, and of host memory."""
+    """Return the bytes of model states and their buffers by term, on the GPU and on the host."""
     memory = state_bytes(plan) | weight_buffer_bytes(plan)
     host = {}
     if plan.os_place == "host":
         host["optimizer"] = memory.pop("optimizer")
-        memory["visiting states"] = visit_bytes(plan)
+        memory["streamed states"] = streaming_buffer_bytes(plan)
     return memory, host
 
 
-def with_memory(plan: Plan) -> Plan:
-    """Return the plan with its bytes counted."""
-    layer, kept = column_bytes(plan), plan.activations
+def with_bytes(plan: Plan) -> Plan:
+    """Return the plan with its fields `memory` and `host` counted."""
+    layer, kept = skeletal_bytes(plan), plan.activations
     memory, host = memory_of_states(plan)
 
     if kept:
-        passes = plan.in_flight / kept.layers
+        passes = plan.layers_in_flight / kept.layers  # each through one virtual stage
         memory["activations"] = passes * resident_bytes(kept, layer)
         host["activations"] = passes * host_bytes(kept, layer)
     else:
-        memory["activations"] = plan.in_flight * sum(layer)
+        memory["activations"] = plan.layers_in_flight * sum(layer)
 
-    memory["messages"] = 4 * message_bytes(plan)  # sent and received, in forward and in backward
+    memory["messages"] = 4 * message_bytes(
+        plan
+    )  # one sent and one received, in forward and in backward
     memory["working"] = working_bytes(plan)
     return replace(plan, memory=memory, host=host)
 
 
 def message_bytes(plan):
-    """Return the bytes of a micro-batch that one pipeline stage sends to the next."""
+    """Return the bytes that a pipeline stage sends to the next one per micro-batch."""
     if plan.pp == 1:
         return 0
     return plan.tokens_between_products * plan.model.dim * plan.dtype.itemsize
@@ -730,71 +807,88 @@ def message_bytes(plan):
 
 
 class Estimator:
-    """Predicts the seconds of single operations from a machine's profile.
+    """Predict the seconds of single operations from a hardware profile.
 
-    kernel: the attention kernel that runs; processor: the one that launches. Their own rates are
-    taken if the profile has them (hardware.rates_of, hardware.launches_of).
+    kernel: the attention kernel. processor: the host's processor, which launches kernels. If the
+    profile has no rates of theirs, it uses others (hardware.nearest_kernel, nearest_host).
     """
 
     def __init__(self, profile: Profile, kernel: str = "auto", processor: str = ""):
         self.profile = profile
-        self.attention = profile.attention[rates_of(profile, kernel)]
-        self.launch = profile.launch[launches_of(profile, processor)]
-        self.held = set()  # what was asked outside the profile's points, in words
+        self.attention = profile.attention[nearest_kernel(profile, kernel)]
+        self.launch = profile.launch[nearest_host(profile, processor)]
+        self.outside_profile = set()  # operations that the profile has no points for, in words
         self.products = functools.cache(self.products)
         self.collective = functools.cache(self.collective)
 
     def products(self, kinds, tokens, rows, cols):
-        """Return seconds of products of (tokens, cols) and a matrix (rows, cols)."""
-        flops, width = 2 * tokens * rows * cols, math.sqrt(rows * cols)
+        """Return the seconds of products between (tokens, cols) and a matrix (rows, cols).
+
+        kinds: of hardware.PRODUCTS. The profile has square matrices: the rate is that of a square
+        matrix with as many elements.
+        """
+        flops = 2 * tokens * rows * cols
+        width = math.sqrt(rows * cols)
         return sum(
             flops / interpolate_twice(self.profile.products[kind], tokens, width) for kind in kinds
         )
 
     def attention_rate(self, name, seq):
-        """Return FLOP/s of the attention kernel's forward or backward on a causal sequence."""
+        """Return FLOP/s of the attention kernel on a causal sequence. name: forward or backward."""
         points = self.attention[name]
-        if not points[0][0] <= seq <= points[-1][0]:
-            self.held.add(f"attention on {seq:,.0f} tokens")
+        shortest, longest = points[0][0], points[-1][0]
+        if seq < shortest or seq > longest:
+            self.outside_profile.add(f"attention on {seq:,.0f} tokens")
         return interpolate(points, seq)
 
     def moved(self, nbytes):
-        """Return seconds of element-wise kernels that read and write so many bytes."""
+        """Return the seconds of element-wise kernels that read and write `nbytes`."""
         return nbytes / self.profile.memory
 
     def collective(self, op, size, mesh):
-        """Return seconds of a collective on so many bytes: t = bytes / bandwidth(op, bytes, mesh)
-        (AMSP, section IV).
+        """Return the seconds of a collective: t = bytes / bandwidth(op, bytes, mesh) (AMSP,
+        section IV). size: bytes, as in measure.Machine.collective_rates.
 
-        The profile has tables for some meshes. The one with the nearest number of GPUs per node is
-        taken, and among its numbers of nodes the bandwidth is interpolated. Outside of the measured
-        numbers the bandwidth is that of the nearest one.
+        The profile has tables for some meshes. Those on one node predict meshes on one node, and
+        those on several nodes predict meshes on several nodes, as far as the profile has both.
+        Among them the nearest number of GPUs per node is taken. Between its numbers of nodes the
+        bandwidth is interpolated, and outside of them it is that of the nearest one.
         """
         if mesh == (1, 1) or not size:
             return 0.0
         per_node, nodes = mesh
         tables = self.profile.collectives[op]
         if f"{per_node}x{nodes}" not in tables:
-            self.held.add(f"{op} over {per_node}x{nodes}")
-        by_distance = {}
+            self.outside_profile.add(f"{op} over {per_node}x{nodes}")
+
+        bandwidths = {}  # by distance: [nodes, bytes/s] of each table
         for name, points in tables.items():
-            near, known = map(int, name.split("x"))
-            distance = (known > 1) != (nodes > 1), abs(math.log(near / per_node))
-            by_distance.setdefault(distance, []).append([known, interpolate(points, size)])
-        return size / interpolate(sorted(by_distance[min(by_distance)]), nodes)
+            table_per_node, table_nodes = map(int, name.split("x"))
+            other_network = (table_nodes > 1) != (nodes > 1)
+            distance = other_network, abs(math.log(table_per_node / per_node))
+            row = [table_nodes, interpolate(points, size)]
+            bandwidths.setdefault(distance, []).append(row)
+
+        nearest = bandwidths[min(bandwidths)]
+        return size / interpolate(sorted(nearest), nodes)
 
 
-def overlap(compute, other, slow):
+def exposed_and_slowed(compute, communication, factors):
     """Return the seconds of communication that computation does not hide, and the seconds by which
     computation gets longer.
 
-    slow: two factors, by which computation and communication take longer while both run, so that
-    neither is hidden for free (Galvatron's two coefficients).
+    factors: two numbers, by which computation and communication take longer while both run
+    (Galvatron's two coefficients). So hiding is not free.
+
+    Example: 10 s of computation, 4 s of communication, factors 1.1 and 1.5. While the communication
+    runs, for 4 x 1.5 = 6 s, computation does what takes 6 / 1.1 = 5.45 s without it. So it gets
+    longer by 0.55 s, and nothing is exposed.
     """
-    slow_compute, slow_other = slow
-    hidden = min(other, compute * slow_compute / slow_other)  # in seconds of communication alone
-    together = hidden * slow_other
-    return other - hidden, together * (1 - 1 / slow_compute)
+    slow_compute, slow_communication = factors
+    most = compute * slow_compute / slow_communication  # in seconds of communication by itself
+    hidden = min(communication, most)
+    both_run = hidden * slow_communication
+    return communication - hidden, both_run * (1 - 1 / slow_compute)
 
 
 # ---------------------------------------------------------------------------- seconds of a layer
@@ -802,24 +896,25 @@ def overlap(compute, other, slow):
 
 @dataclass(frozen=True)
 class LayerSeconds:
-    """Seconds of one layer for a micro-batch, without any communication of model states."""
+    """Seconds of one layer for a micro-batch, without the communication of model states."""
 
     forward: float
     backward: float
-    final: float  # of backward, up to the gradients of the last matrix
-    attention: float  # of forward, with its all-to-alls
-    post: float  # of forward, from attention's output to the next layer's input
-    recompute: float  # of backward, where the activations of all tokens are recomputed
+    last_matrix: float  # of backward: from its begin to the gradients of the last matrix, down
+    attention: float  # of forward: attention and its all-to-alls
+    post: float  # of forward: from attention's output to the next layer's input
+    recompute: float  # of backward, if the activations of all tokens are recomputed
     named: dict[str, float]  # of both passes: attention, all-to-all, tensor exchanges
 
 
-# The element-wise kernels of model.Block, as ops.py has them. layer_tensors names the tensors: n1
-# and n2 are the norms of x and h, o_out and a_down are results of the matrices out and down.
+# The element-wise kernels of model.Block, as ops.py runs them. layer_tensors names the tensors: n1
+# and n2 are the norms of x and h; o_out and a_down are the results of the matrices out and down.
 #
 # Sums of the residual stream are counted as if they were fused with the norm next to them. PyTorch
-# runs each in a pass of its own, which moves up to 5 C elements more per token. The profile's
-# `memory` is the rate at which this count takes as long as a measured layer (measure.py), so the
-# time of these passes is in it. Counting them as well made predictions of measured steps no better.
+# runs each sum in a kernel of its own, which moves up to 5 C elements more per token. The profile's
+# `memory` is the rate at which this count takes as long as a measured layer (measure.py). So the
+# time of these kernels is in that rate. Counting them as well did not improve the predictions of
+# measured steps.
 
 PRE = [
     elementwise("norm", "x", "n1"),
@@ -834,26 +929,29 @@ POST = [
 ]
 POST_CHUNKS = [elementwise("copy a chunk's y to that of all tokens", "y", "y")]
 
-BACKWARD_DOWN = [elementwise("SwiGLU again, and its gradient", "da gate_up", "a dgate_up")]
+BACKWARD_DOWN = [elementwise("recompute SwiGLU, and its gradient", "da gate_up", "a dgate_up")]
 BACKWARD = [
-    elementwise("norm again, its gradient, and the sum with dy", "dn2 h dy", "n2 dh"),
+    elementwise("recompute the norm, its gradient, and the sum with dy", "dn2 h dy", "n2 dh"),
     elementwise("rotate back", "dq dkv", "dqkv"),
 ]
-BACKWARD_WHOLE = [elementwise("norm again, its gradient, and the sum with dh", "dn1 x dh", "n1 dx")]
+BACKWARD_WHOLE = [
+    elementwise("recompute the norm, its gradient, and the sum with dh", "dn1 x dh", "n1 dx")
+]
 BACKWARD_CHUNKS = [
     elementwise("copy a chunk's do to that of all tokens", "do", "do"),
-    elementwise("norm again, and its gradient", "dn1 x", "n1 dx"),
+    elementwise("recompute the norm, and its gradient", "dn1 x", "n1 dx"),
     elementwise("sum with dh, into dx of all tokens", "dx dh", "dx"),
 ]
 
 
 def layer_tensors(plan: Plan) -> dict[str, float]:
-    """Return the bytes of a layer's tensors, of all tokens, by their names in the tables above."""
+    """Return the bytes of a layer's tensors for all tokens, by their names in the tables above."""
     cfg, n = plan.local_model, plan.tokens
-    q, kv = plan.widths
-    # in fsp a column works on its own tokens between products. In msp, too, but its norms see all
-    # tokens, and the sums next to them are counted likewise
-    own = plan.tokens_between_products if plan.tp_mode == "fsp" else n
+    q, kv = plan.q_kv_widths
+    own = n
+    if plan.tp_mode == "fsp":  # a rank works on its own tokens between products
+        own = plan.tokens_between_products
+    # so does msp, but its norms see all tokens. Sums next to norms are counted like the norms
     table = (
         ("x h y o_out a_down dx dh dy", own, cfg.dim),
         ("n1 n2 dn1 dn2", own, cfg.dim),
@@ -882,72 +980,83 @@ class KernelSeconds:
 
 def kernel_seconds(est: Estimator, plan: Plan) -> KernelSeconds:
     """Return the seconds of the element-wise kernels in the tables above."""
-    nbytes = layer_tensors(plan)
-
-    def moved(*tables):
-        return est.moved(sum(moved_bytes(table, nbytes) for table in tables))
-
     if plan.chunks > 1:
-        return KernelSeconds(
-            pre=moved(PRE, PRE_CHUNKS),
-            post=moved(POST, POST_CHUNKS),
-            backward_down=moved(BACKWARD_DOWN),
-            backward_rest=moved(BACKWARD, BACKWARD_CHUNKS),
-        )
+        pre = PRE + PRE_CHUNKS
+        post = POST + POST_CHUNKS
+        backward_rest = BACKWARD + BACKWARD_CHUNKS
+    else:
+        pre = PRE
+        post = POST
+        backward_rest = BACKWARD + BACKWARD_WHOLE
+
+    nbytes = layer_tensors(plan)
     return KernelSeconds(
-        pre=moved(PRE),
-        post=moved(POST),
-        backward_down=moved(BACKWARD_DOWN),
-        backward_rest=moved(BACKWARD, BACKWARD_WHOLE),
+        pre=est.moved(moved_bytes(pre, nbytes)),
+        post=est.moved(moved_bytes(post, nbytes)),
+        backward_down=est.moved(moved_bytes(BACKWARD_DOWN, nbytes)),
+        backward_rest=est.moved(moved_bytes(backward_rest, nbytes)),
     )
 
 
 def layer_seconds(est: Estimator, plan: Plan) -> LayerSeconds:
-    """Return the seconds of model.Block, whole or in chunks of tokens."""
+    """Return the seconds of model.Block, whole or in token chunks."""
 
     def products(*kinds):
-        """Return the seconds of each matrix' products, in the order of use."""
+        """Return the seconds of each matrix's products, in the order of use."""
         return [
             plan.chunks * est.products(kinds, plan.tokens / plan.chunks, *matrix)
             for matrix in plan.matrices
         ]
 
-    # where a gradient is a sum of several products, each is added to it in float32
-    sums = plan.chunks > 1 or (plan.micro_batches > 1 and plan.factors.g == 1)
-    weight_grad = "weight_grad_sum" if sums else "weight_grad"
+    # a weight's gradient that is a sum of several products is accumulated in float32
+    sums_chunks = plan.chunks > 1
+    sums_micro_batches = plan.micro_batches > 1 and plan.factors.g == 1
+    if sums_chunks or sums_micro_batches:
+        weight_grad = "weight_grad_sum"
+    else:
+        weight_grad = "weight_grad"
     first, *later = products("forward")
     *earlier, last = products("input_grad", weight_grad)
 
     moved = kernel_seconds(est, plan)
-    columns, columns_back = column_exchange_seconds(est, plan)
+    tp_forward, tp_backward = tp_exchange_seconds(est, plan)
     kernel, exchange = attention_seconds(est, plan, backward=False)
-    kernel_back, exchange_back = attention_seconds(est, plan, backward=True)
+    kernel_backward, exchange_backward = attention_seconds(est, plan, backward=True)
 
     pre = first + moved.pre
-    post = sum(later) + moved.post + columns
-    final = last + moved.backward_down
+    post = sum(later) + moved.post + tp_forward
+    last_matrix = last + moved.backward_down
     rest = sum(earlier) + moved.backward_rest
-    # a recomputed block.post runs neither the last product nor the exchange that joins it. (Nor
-    # does it run SwiGLU, which we count: predictions of measured steps are better with it)
-    post_again = sum(later[:-1]) + moved.post + columns / 2
+
+    # a recomputed block.post runs neither the last product nor the exchange that follows it. It
+    # does not run SwiGLU either, but we count SwiGLU: predictions of measured steps are better then
+    recomputed_post = sum(later[:-1]) + moved.post + tp_forward / 2
     return LayerSeconds(
         forward=pre + kernel + exchange + post,
-        backward=final + rest + kernel_back + exchange_back + columns_back,
-        final=final,
+        backward=last_matrix + rest + kernel_backward + exchange_backward + tp_backward,
+        last_matrix=last_matrix,
         attention=kernel + exchange,
         post=post,
-        recompute=pre + post_again,
+        recompute=pre + recomputed_post,
         named={
-            "attention": kernel + kernel_back,
-            "all-to-all": exchange + exchange_back,  # and around a ring
-            "tensor exchanges": columns + columns_back,
+            "attention": kernel + kernel_backward,
+            "all-to-all": exchange + exchange_backward,  # and a ring's exchanges
+            "tensor exchanges": tp_forward + tp_backward,
         },
     )
 
 
-def column_exchange_seconds(est, plan):
-    """Return the seconds in which the columns of a layer exchange tokens, in forward and in
-    backward. Nothing hides them."""
+def tp_exchange_seconds(est, plan):
+    """Return the seconds in which tensor-parallel ranks exchange tokens, in a layer's forward and
+    in its backward. All of them are exposed.
+
+        mode   forward                      backward              saved x and h
+        mtp    2 all-reduces (N, C)         the same              of N tokens
+        msp    2 all-gathers and 2          the same              of N tokens
+               reduce-scatters (N, C)
+        fsp    as msp                       the same, and 2       of N/tp tokens
+                                            more all-gathers
+    """
     size = plan.tokens * plan.model.dim * plan.dtype.itemsize
     mesh = (plan.tp, 1)
     if plan.tp_mode == "mtp":
@@ -961,9 +1070,10 @@ def column_exchange_seconds(est, plan):
     return both, both
 
 
-# What attention.Ring does besides the attention kernel. o_sum, dq_sum and dkv_sum are float32. Two
-# things are simpler here than in attend_backward: the last sum of dk and dv is counted as one pass,
-# and the pass that sets their sums to 0 is left out.
+# The element-wise kernels of attention.Ring, besides the attention kernel. In the first step a rank
+# attends to its own keys: the *square* of the attention matrix. Every later step is a *rectangle*.
+# o_sum, dq_sum and dkv_sum are float32. Two things are simpler here than in attend_backward: the
+# last sum of dk and dv is counted as one kernel, and setting their sums to 0 is left out.
 
 RING = [
     elementwise("o of the square in float32", "o", "o_sum"),
@@ -982,15 +1092,16 @@ RING_BACKWARD_STEP = [
     elementwise("add dk, dv of a rectangle", "dkv_sum dkv", "dkv_sum"),
 ]
 
-# A rectangle has all of a rank's queries and half of the keys, or half of the queries and all keys:
-# over all ranks and steps, each as often as the other. So a step moves 3/4 of q, and of k and v.
+# A rectangle has all of a rank's queries and half of the keys, or half of the queries and all keys.
+# Over all ranks and steps both kinds are equally frequent. So a step moves 3/4 of q, and 3/4 of k
+# and v.
 SHARE_OF_RECTANGLE = 0.75
 
 
 def ring_bytes(plan, backward):
-    """Return the bytes that a ring's element-wise kernels read and write."""
+    """Return the bytes that a ring's element-wise kernels read and write in one pass."""
     n, e, wide = plan.tokens, plan.dtype.itemsize, plan.accum_bytes
-    q, kv = plan.widths
+    q, kv = plan.q_kv_widths
     nbytes = {
         "o": n * q * e,
         "dq": n * q * e,
@@ -999,30 +1110,37 @@ def ring_bytes(plan, backward):
         "dq_sum": n * q * wide,
         "dkv_sum": n * kv * wide,
     }
-    once, step = (RING_BACKWARD, RING_BACKWARD_STEP) if backward else (RING, RING_STEP)
+    if backward:
+        once, step = RING_BACKWARD, RING_BACKWARD_STEP
+    else:
+        once, step = RING, RING_STEP
     steps = (plan.ring - 1) * SHARE_OF_RECTANGLE
     return moved_bytes(once, nbytes) + steps * moved_bytes(step, nbytes)
 
 
 def attention_seconds(est, plan, backward):
-    """Return the seconds of attention's kernel, forward or backward, with the copies made for it;
-    and of the all-to-alls and the ring, as far as no computation hides them.
+    """Return (kernel, communication), the seconds of attention in forward or in backward.
 
-    The kernel hides the all-to-alls of other head groups, and the ring's next step. Nothing hides
-    the first group's way to heads and the last group's way back to tokens; but in backward of
-    chunks, products do (attention.Ulysses)."""
+    kernel: of the attention kernel and the copies made for it. communication: by how much
+    all-to-alls and the ring make attention longer.
+
+    The kernel hides the all-to-alls of other head groups and the ring's next step. The first
+    group's transfer to heads and the last group's transfer to tokens are exposed. There is one
+    exception: if layers run in chunks, matrix products hide these two in backward
+    (attention.Ulysses).
+    """
     groups, e = plan.head_groups, plan.dtype.itemsize
-    q, kv = plan.widths
+    q, kv = plan.q_kv_widths
     if backward:
         name, flops = "backward", 5
-        to_heads = 3 * q + kv  # columns of q, k, v, o, do
+        to_heads = 3 * q + kv  # widths of q, k, v, o, do
         to_tokens = q + kv  # of dq, dk, dv
     else:
         name, flops = "forward", 2
         to_heads = q + kv  # of q, k, v
         to_tokens = q  # of o
 
-    # a ring's kernels are squares of its part of a sequence
+    # a ring's kernels see 1 / ring of the sequence, so they run at the rate of that length
     own_seq = plan.seq / plan.ring
     kernel = flops * q * plan.tokens * plan.seq / est.attention_rate(name, own_seq)
     if plan.ring > 1:
@@ -1030,28 +1148,32 @@ def attention_seconds(est, plan, backward):
     if plan.head_ranks * groups > 1:  # copies to and from the order of heads: read and written
         kernel += est.moved(plan.tokens * 2 * (to_heads + to_tokens) * e)
 
+    # the all-to-alls of one head group: to heads and to tokens
     exchange = sum(
-        est.collective("all_to_all", plan.tokens * columns * e / groups, plan.mesh(plan.head_ranks))
-        for columns in (to_heads, to_tokens)
+        est.collective("all_to_all", plan.tokens * width * e / groups, plan.mesh(plan.head_ranks))
+        for width in (to_heads, to_tokens)
     )
     exposed_exchange = exchange
     if backward and plan.recompute == "auto":
         exposed_exchange = 0.0
 
+    # the exchanges of the ring
     kv_bytes = plan.ring * plan.tokens * kv * e / plan.kv_groups
-    around = groups * est.collective("all_gather", kv_bytes, plan.mesh(plan.sp, plan.head_ranks))
-    if backward:  # dk, dv too
-        around *= 1 + plan.sum_bytes / e
+    ring_mesh = plan.mesh(plan.sp, plan.head_ranks)
+    ring_exchange = groups * est.collective("all_gather", kv_bytes, ring_mesh)
+    if backward:  # dk and dv are passed on, too
+        ring_exchange *= 1 + plan.ring_sum_bytes / e
 
     # a ring takes multiprocessors; all-to-alls in a node take only copy engines
-    slow = est.profile.overlap["collectives" if plan.ring > 1 else "all_to_all"]
-    hideable = groups * exchange - exposed_exchange + around
-    return kernel, exposed_exchange + sum(overlap(kernel, hideable, slow))
+    factors = est.profile.overlap["collectives" if plan.ring > 1 else "all_to_all"]
+    hideable = groups * exchange - exposed_exchange + ring_exchange
+    exposed, slowed = exposed_and_slowed(kernel, hideable, factors)
+    return kernel, exposed_exchange + (exposed + slowed)
 
 
 # The element-wise kernels of ops._HeadLoss and ops._Embedding. Logits and dhead_wide, the head's
-# gradient as it is computed, are float32. Where gradients of several micro-batches are added to the
-# kept ones right here, they are counted as if they were written to a buffer.
+# gradient as it is computed, are float32. A gradient that is added to the kept gradients of earlier
+# micro-batches is counted as if it were written to a buffer.
 
 LOSS = [
     elementwise("largest logit of a token", "logits", ""),
@@ -1059,7 +1181,7 @@ LOSS = [
     elementwise("gradient", "logits", "dlogits"),
     elementwise("gradient in the dtype of x", "dlogits", "dlogits_narrow"),
 ]
-ENDS = [
+VOCAB_GRADS = [
     elementwise("the head's gradient, times that of the loss", "dhead_wide", "dhead"),
     elementwise("the embedding's gradient = 0", "", "dembed"),
     elementwise("the embedding's gradient, to its buffer", "dembed", "dembed"),
@@ -1067,9 +1189,9 @@ ENDS = [
 
 
 def head_seconds(est, plan):
-    """Return the seconds of head and loss, whose gradients are computed at once, and of the
+    """Return the seconds of a micro-batch's head and loss, forward and backward, and of the
     embedding's gradient."""
-    vocab, dim = plan.end
+    vocab, dim = plan.vocab_matrix
     e, wide = plan.dtype.itemsize, plan.accum_bytes
     logits, matrix = plan.tokens_between_products * vocab, vocab * dim
     nbytes = {
@@ -1082,52 +1204,65 @@ def head_seconds(est, plan):
     }
     kinds = "forward", "input_grad", "weight_grad_sum"
     products = est.products(kinds, plan.tokens_between_products, vocab, dim)
-    return products + est.moved(moved_bytes(LOSS + ENDS, nbytes))
+    return products + est.moved(moved_bytes(LOSS + VOCAB_GRADS, nbytes))
 
 
 # ---------------------------------------------------------------------------- seconds of states
 
 
+class UnitSeconds(NamedTuple):
+    """Seconds of communication for some matrices if nothing runs meanwhile, by shard.STREAMS."""
+
+    param_gather: float  # of a pass
+    grad_scatter: float  # of the last micro-batch
+    grad_reduce: float  # of the last micro-batch
+    param_broadcast: float  # of a step
+    early_grad_scatter: float  # of each earlier micro-batch
+
+
 def unit_seconds(est, plan, matrices):
-    """Return the seconds of communication for the model states of some matrices, if nothing runs
-    meanwhile: param_gather, grad_scatter, grad_reduce and param_broadcast (as STREAMS) of the last
-    micro-batch; and grad_scatter of an earlier micro-batch."""
+    """Return the UnitSeconds of some matrices as an array."""
     seconds = np.zeros(5)
     for stream, op, ranks, inner, in_earlier, in_last in plan.collectives:
         mesh, size = plan.mesh(ranks, inner), plan.dtype.itemsize / inner
         taken = sum(est.collective(op, size * math.prod(matrix), mesh) for matrix in matrices)
         if in_last:
-            seconds[STREAMS.index(stream)] += taken
+            seconds[UnitSeconds._fields.index(stream)] += taken
         if in_earlier and stream == "grad_scatter":
-            seconds[4] += taken
+            seconds[UnitSeconds._fields.index("early_grad_scatter")] += taken
     return seconds
 
 
 def update_bytes(dtype: torch.dtype) -> int:
-    """Return the bytes per parameter that AdamW reads and writes: it reads a gradient, the master
-    weight and two moments, and writes a weight, the master weight and two moments."""
+    """Return the bytes per parameter that AdamW reads and writes.
+
+    It reads a gradient, the master weight and two moments. It writes a weight, the master weight
+    and two moments.
+    """
     return 2 * (dtype.itemsize + ADAMW.bytes_per_parameter(accumulation_dtype(dtype)))
 
 
-def visit_seconds(est: Estimator, plan: Plan) -> float:
-    """Return seconds of a layer's forward in which optimizer states take the link to the host: to
-    the GPU and back."""
+def streaming_seconds(est: Estimator, plan: Plan) -> float:
+    """Return the seconds of a layer's forward in which optimizer states stream from the host to the
+    GPU and back. The step's stream is spread evenly over all layers' forwards."""
     if plan.os_place != "host":
         return 0.0
     moved = state_bytes(plan)["optimizer"]
-    return moved / est.profile.visits / (plan.stage_layers * plan.micro_batches)
+    return moved / est.profile.state_streaming / (plan.stage_layers * plan.micro_batches)
 
 
-def exposed(est, plan, compute, traffic, final=math.inf):
+def exposed_seconds(est, plan, compute, traffic, last_matrix=math.inf):
     """Yield, by name, the seconds by which communication makes a pass longer.
 
-    compute: seconds of the pass. traffic: seconds of communication by stream. final: for a backward
-    pass, LayerSeconds.final of all its layers.
+    compute: seconds of the pass. traffic: seconds of communication by stream. last_matrix: for a
+    backward pass, LayerSeconds.last_matrix of all its layers together.
 
-    Streams that do not overlap are exposed in full. The others use two wires, one inside nodes and
-    one across nodes, at the same time; the one that delays the pass more counts.
+    Streams that do not overlap are exposed in full. The others use two networks at the same time,
+    one inside nodes and one across nodes. The network that delays the pass more counts.
     """
-    crosses_nodes = {stream for stream, _, ranks, *_ in plan.collectives if ranks > plan.in_node}
+    crosses_nodes = {
+        stream for stream, _, ranks, *_ in plan.collectives if ranks > plan.state_ranks_per_node
+    }
     inside = across = 0.0
     for stream, seconds in traffic.items():
         if stream not in plan.overlap:
@@ -1137,87 +1272,104 @@ def exposed(est, plan, compute, traffic, final=math.inf):
         else:
             inside += seconds
 
-    # backward of whole layers gathers weights one matrix ahead, and a gather waits for gradients
-    # that were launched before it. So these gradients and half of the weights have only the last
-    # matrix of a layer to hide under
-    slow_compute, slow_other = slow = est.profile.overlap["collectives"]
+    # In backward, layers that run whole gather weights only one matrix ahead, and a gather waits
+    # for the reductions of gradients launched before it. So the reductions and half of the gathers
+    # can hide only under the last matrix of a layer, the first one that backward reaches
+    factors = est.profile.overlap["collectives"]
+    slow_compute, slow_communication = factors
     hides_inside = hides_across = compute
     weights = traffic["param_gather"]
     if weights and plan.recompute == "none":
-        ahead = min(compute, final + weights / 2 * slow_other / slow_compute)
+        hides = min(compute, last_matrix + weights / 2 * slow_communication / slow_compute)
         if "param_gather" in crosses_nodes:
-            hides_across = ahead
+            hides_across = hides
         else:
-            hides_inside = ahead
+            hides_inside = hides
 
-    wires = {
-        "communication in a node": overlap(hides_inside, inside, slow),
-        "communication across nodes": overlap(hides_across, across, slow),
+    networks = {
+        "communication in a node": exposed_and_slowed(hides_inside, inside, factors),
+        "communication across nodes": exposed_and_slowed(hides_across, across, factors),
     }
     slower = "communication across nodes"
-    if sum(wires["communication in a node"]) > sum(wires["communication across nodes"]):
+    if sum(networks["communication in a node"]) > sum(networks["communication across nodes"]):
         slower = "communication in a node"
-    late, slowed = wires[slower]
-    yield slower, late
+    exposed, slowed = networks[slower]
+    yield slower, exposed
     yield "slowed by communication", slowed
 
 
-def traffic_seconds(est, plan, forward, backward, final):
-    """Return what model states add to a step, in seconds by name: communication that no pass hides,
-    and what the GPU does for gradients and the update.
+def traffic_seconds(est, plan, forward, backward, last_matrix):
+    """Return the seconds by name that model states add to a step: exposed communication, and what
+    the GPU does for gradients and the update.
 
-    forward, backward: seconds of a micro-batch through all layers of a stage. final:
-    LayerSeconds.final of all these layers.
+    forward, backward: seconds of a micro-batch through all layers of a stage. last_matrix:
+    LayerSeconds.last_matrix of all these layers together.
 
     The passes of a step, and the communication that overlaps with each:
 
-        outside of all passes    weights of the embedding and the first layer, and, at the step's
-                                 end, their gradients: nothing hides them
+        outside of all passes    weights of one vocabulary matrix and of the first layer, and their
+                                 gradients at the step's end: all exposed
         first forward            weights, and broadcasts of updated parameters
         other forwards           weights
         backwards but the last   weights, and gradients to their shards
         last backward            weights, gradients to their shards, and sums over replicas
     """
     layers, count = plan.stage_layers, plan.micro_batches
-    layer = unit_seconds(est, plan, plan.matrices)
-    end = unit_seconds(est, plan, [plan.end])
-    *exposed_units, exposed_earlier = layer + end
-    hidden = (layers - 1) * layer + (plan.ends - 1) * end
-    gather, scatter, reduce, broadcast, earlier = hidden
+    per_layer = unit_seconds(est, plan, plan.matrices)
+    per_vocab_matrix = unit_seconds(est, plan, [plan.vocab_matrix])
+    outside = UnitSeconds(*(per_layer + per_vocab_matrix))
+    hidden = UnitSeconds(
+        *((layers - 1) * per_layer + (plan.num_vocab_matrices - 1) * per_vocab_matrix)
+    )
 
     sums, casts, update = local_seconds(est, plan)
-    *_, reduced, _ = exposed_units
-    if reduced == 0:  # no sum over replicas, so nothing is cast for it
+    if outside.grad_reduce == 0:  # no sum over replicas, so nothing is cast for it
         casts = 0.0
     backward += sums
 
-    # a pass begins with two layers' weights still in their buffers
-    gathers = {"param_gather": max(0, layers - 2) * layer[0]}
-    first_forward = {"param_gather": gather, "param_broadcast": broadcast}
-    early_backward = gathers | {"grad_scatter": earlier + exposed_earlier}
-    last_backward = gathers | {"grad_scatter": scatter, "grad_reduce": reduce}
-    passes = [  # how many, seconds of computation, of communication
-        (1, 0.0, dict(zip(STREAMS, exposed_units))),
-        (1, forward, first_forward),
-        (count - 1, forward, gathers),
-        (count - 1, backward, early_backward, final),
-        (1, backward + casts, last_backward, final),
+    outside_passes = {
+        "param_gather": outside.param_gather,
+        "grad_scatter": outside.grad_scatter,
+        "grad_reduce": outside.grad_reduce,
+        "param_broadcast": outside.param_broadcast,
+    }
+    first_forward = {
+        "param_gather": hidden.param_gather,
+        "param_broadcast": hidden.param_broadcast,
+    }
+    # other passes begin with the weights of two layers still in their buffers
+    gathers = {"param_gather": max(0, layers - 2) * UnitSeconds(*per_layer).param_gather}
+    early_backward = gathers | {
+        "grad_scatter": hidden.early_grad_scatter + outside.early_grad_scatter
+    }
+    last_backward = gathers | {
+        "grad_scatter": hidden.grad_scatter,
+        "grad_reduce": hidden.grad_reduce,
+    }
+    passes = [  # how many; seconds of computation; of communication; of the last matrix
+        (1, 0.0, outside_passes, math.inf),
+        (1, forward, first_forward, math.inf),
+        (count - 1, forward, gathers, math.inf),
+        (count - 1, backward, early_backward, last_matrix),
+        (1, backward + casts, last_backward, last_matrix),
     ]
 
-    visits = layers * count * visit_seconds(est, plan)
+    # optimizer states stream under the first forward
+    streaming = layers * count * streaming_seconds(est, plan)
     if "host_update" in plan.overlap:
-        visits = max(0.0, visits - forward)
+        streaming = max(0.0, streaming - forward)
     total = Counter(
-        {"gradient sums": count * sums + casts, "optimizer": update, "host_update": visits}
+        {"gradient sums": count * sums + casts, "optimizer": update, "host_update": streaming}
     )
-    for times, *of_pass in passes:
-        for name, seconds in exposed(est, plan, *of_pass):
+    for times, compute, traffic, last in passes:
+        for name, seconds in exposed_seconds(est, plan, compute, traffic, last):
             total[name] += times * seconds
     return total
 
 
-# What a rank does to gradients for itself (shard.States). `whole` is a matrix' gradient before it
-# is reduced, `kept` the part that the rank keeps, `sent` a copy of that part as it travels.
+# What a rank does to gradients by itself (shard.States). `whole` is a matrix's gradient before it
+# is reduced, `kept` the part that the rank keeps, `sent` a copy of that part in the dtype in which
+# gradients travel, and `owned` the part that the rank updates with.
 
 ADD_GRADIENTS = [elementwise("add a micro-batch's gradient to the kept one", "sent kept", "kept")]
 CAST_CHUNKS = [
@@ -1231,8 +1383,12 @@ NORM = [elementwise("norm of owned gradients", "owned", "")]
 
 
 def local_seconds(est, plan):
-    """Return the seconds in which a GPU adds a micro-batch's gradients to those it keeps; casts
-    their sums to the dtype in which they travel, and back; and takes their norm and updates."""
+    """Return (sums, casts, update), the seconds of a GPU's own work on gradients and the update.
+
+    sums: to add a micro-batch's gradients to those that the GPU keeps. casts: to cast the
+    accumulated gradients to the dtype in which they travel, and back. update: to take the norm of
+    the gradients and to update parameters.
+    """
     f, e = plan.factors, plan.dtype.itemsize
     nbytes = {
         "whole": plan.params * e,
@@ -1261,11 +1417,11 @@ def local_seconds(est, plan):
 def lost_seconds(
     plan: ActivationPlan, layer: LayerBytes, s: LayerSeconds, bandwidth: float, busy: float
 ) -> tuple[float, float]:
-    """Return the seconds that a micro-batch loses because of its activation plan: of backward, in
-    which parts of forward run again, and of forward, in which compute waits for copies.
+    """Return the seconds that a micro-batch loses because of its activation plan, for all layers of
+    a virtual stage: in backward by recomputation, and in forward by waits for copies to the host.
 
     bandwidth: bytes per second to the host. busy: seconds of a layer's forward in which the link to
-    the host has other copies.
+    the host carries other copies.
     """
     n, m = plan.layers, plan.stride
     saved_layers = (plan.kept_chunks + plan.swapped_chunks) / plan.chunks
@@ -1273,47 +1429,52 @@ def lost_seconds(
     dropped_outputs = plan.layers_recomputing_attention
     pre = s.forward - s.attention - s.post
 
-    again = (
+    # a dropped output needs q, k and v. The last layer of a group recomputes them anyway
+    attention_inputs = dropped_outputs - dropped_outputs // m
+    recomputation = (
         (n - saved_layers) * s.recompute
         + recomputed_inputs * s.post
-        # q, k, v for a dropped output, unless the layer recomputes them anyway: a group's last one
-        + (dropped_outputs - dropped_outputs // m) * pre
+        + attention_inputs * pre
         + dropped_outputs * s.attention
     )
     hidden = plan.swapped_layers * max(0.0, s.forward - busy)
-    return again, np.maximum(0.0, host_bytes(plan, layer) / bandwidth - hidden)
+    waits = np.maximum(0.0, host_bytes(plan, layer) / bandwidth - hidden)
+    return recomputation, waits
 
 
 def step_seconds(est: Estimator, plan: Plan, states: bool = True) -> dict[str, float]:
-    """Return a step's seconds by what takes them; they add up to the step. states: whether to add
-    what model states take. Without an activation plan, layers recompute nothing."""
+    """Return a step's seconds by what takes them. The sum of all is the step.
+
+    states: whether to add what model states take. A plan without an activation plan recomputes
+    nothing.
+    """
     layers, count = plan.stage_layers, plan.micro_batches
     layer, launch = layer_seconds(est, plan), est.launch
-    again = waits = 0.0
+    recomputation = waits = 0.0  # per layer
     if plan.activations:
         lost = lost_seconds(
             plan.activations,
-            column_bytes(plan),
+            skeletal_bytes(plan),
             layer,
             est.profile.to_host,
-            visit_seconds(est, plan),
+            streaming_seconds(est, plan),
         )
-        again, waits = (seconds / plan.part_layers for seconds in lost)
+        recomputation, waits = (seconds / plan.virtual_stage_layers for seconds in lost)
 
     # a pass takes at least as long as the host takes to launch its kernels
     forward = max(layer.forward, plan.chunks * launch["forward"])
-    backward = max(layer.backward + again, plan.chunks * launch["backward"])
+    backward = max(layer.backward + recomputation, plan.chunks * launch["backward"])
     computed = layer.forward + layer.backward
-    of_layer = layer.named | {
+    per_layer = layer.named | {
         "rest of layers": computed - sum(layer.named.values()),
-        "recomputation": again,
+        "recomputation": recomputation,
         "copies": waits,
-        "launches": forward + backward - computed - again,
+        "launches": forward + backward - computed - recomputation,
     }
-    seconds = {name: count * layers * value for name, value in of_layer.items()}
+    seconds = {name: count * layers * value for name, value in per_layer.items()}
     seconds["head and loss"] = count * head_seconds(est, plan)
 
-    # a stage is idle while a micro-batch goes through one part of each other stage
+    # a stage is idle while a micro-batch runs through one virtual stage of each other stage
     other_layers = plan.model.layers - layers
     seconds["pipeline idle"] = (forward + backward) * other_layers / plan.pp_chunks
 
@@ -1322,20 +1483,21 @@ def step_seconds(est: Estimator, plan: Plan, states: bool = True) -> dict[str, f
         message = est.collective("all_gather", 2 * message_bytes(plan), two_stages)
         seconds["stage messages"] = exposed_messages(plan) * message
         seconds |= traffic_seconds(
-            est, plan, layers * forward, layers * backward, layers * layer.final
+            est, plan, layers * forward, layers * backward, layers * layer.last_matrix
         )
     return seconds
 
 
 def exposed_messages(plan):
-    """Return how many messages between stages are not hidden.
+    """Return how many messages between pipeline stages are exposed, over a step.
 
-    One part per stage: a stage runs a backward as soon as its gradient arrives. So P micro-batches
-    wait together for the 2 (P - 1) messages of one of them, to the last stage and back. The step's
-    begin and end expose 2 (P - 2) more, to and from the stages before the last.
+    One virtual stage per stage: a stage runs a backward as soon as its gradient arrives. So,
+    with S stages, S micro-batches wait together for the 2 (S - 1) messages of one of them, to the
+    last stage and back. The step's begin and end expose 2 (S - 2) more, to and from the stages
+    before the last one.
 
-    Several parts per stage: only the first micro-batch's messages are exposed. Later there are
-    other passes to run meanwhile.
+    Several virtual stages per stage: only the first micro-batch's messages are exposed. Later a
+    stage has other passes to run meanwhile.
     """
     stages = plan.pp
     if plan.pp_chunks > 1:
@@ -1344,6 +1506,8 @@ def exposed_messages(plan):
 
 
 def predict(plan: Plan, profile: Profile, kernel: str = "auto") -> Plan:
-    """Return the plan with its bytes and its seconds with an attention kernel. Its `activations`
-    say what layers keep."""
-    return replace(with_memory(plan), seconds=step_seconds(Estimator(profile, kernel), plan))
+    """Return the plan with its bytes and its seconds counted.
+
+    kernel: the attention kernel that runs. The plan's `activations` are taken as they are.
+    """
+    return replace(with_bytes(plan), seconds=step_seconds(Estimator(profile, kernel), plan))

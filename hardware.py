@@ -1,23 +1,29 @@
-"""What does a machine do in a second? Profiles: rates by operation, shape, bytes and mesh.
+"""Hardware profiles: how fast a machine runs each operation, by shape, bytes and mesh.
 
-A Profile is a file, results/profiles/NAME.json: measured by bench.py --profile NAME, or put
-together from what others have published, each number with its source. costs.py turns it into the
-seconds of a step; nothing in it is fitted to whole steps, and `memory` alone to a whole layer.
-Between the points of a profile rates are interpolated, at its ends they are held (AMSP, section IV:
-no alpha-beta model follows NCCL's choice of algorithms).
+costs.py divides the size of an operation by its rate in a profile:
 
-    t(operation, size, mesh) = size / rate(operation, size, mesh)
+    seconds(operation, size, mesh) = size / rate(operation, size, mesh)
 
-A GPU without a profile has an H200's rates times the ratios of their data sheets (SHEETS); one that
-has no data sheet here, an H200's as they are. The profile's name says so.
+A profile has rates at some points. Between points a rate is interpolated, and beyond the first and
+the last point it stays constant (AMSP, section IV: no alpha-beta model follows NCCL's choice of
+algorithms). A mesh is (GPUs in a node, nodes) of a group of ranks, "8x4" in a file.
 
-Attention's rates belong to a kernel, so a profile has a table for each kernel that was measured.
-The seconds of launches belong to a host: a faster processor launches a layer sooner. So a profile
-has them by the name of the processor, and predictions say which kernel and which host they are for.
+Example: profile h200x2 has the forward of FlashAttention-4 at 614 TFLOP/s on 16,384 tokens
+and at 635 on 65,536. On 32,768 tokens the rate is their mean, 625, because 32,768 is half-way in
+the logarithm.
 
-Left out: congestion by others, temperatures, GPUs of one machine that differ.
+A Profile is a file, results/profiles/NAME.json. `bench.py --profile NAME` measures one by
+measure.py, or someone puts it together from published numbers, each with its source. Nothing in a
+profile is fitted to whole steps, and only `memory` is fitted to a whole layer. `load_profile` finds
+a profile by its name, and `find_profile` by the name of a GPU. For a GPU without a profile, an
+H200's is scaled by the data sheets.
 
-Legend: mesh (GPUs in a node, nodes) of a group of ranks, "8x4" in a file.
+The rates of attention belong to a kernel, so a profile has a table per kernel that was measured.
+The seconds of launches belong to a host, because a faster processor launches a layer sooner. So a
+profile has them by the name of the processor. Predictions say which kernel and which host they are
+for.
+
+Left out: congestion by other users, temperatures, GPUs of one machine that differ.
 """
 
 import json
@@ -35,100 +41,122 @@ PROFILES = Path(__file__).parent / "results" / "profiles"
 
 # ---------------------------------------------------------------------------- profiles
 
-PRODUCTS = ("forward", "input_grad", "weight_grad", "weight_grad_sum")  # the last: in float32
+# weight_grad_sum: a weight's gradient that is added to a float32 sum
+PRODUCTS = ("forward", "input_grad", "weight_grad", "weight_grad_sum")
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "broadcast", "all_to_all")
 PASSES = ("forward", "backward")
 OVERLAPS = ("collectives", "all_to_all")
-Points = list[list[float]]  # [where ..., rate], sorted
+Points = list[list[float]]  # each [size, rate] or [tokens, width, rate], in ascending order
 
 
 @dataclass(frozen=True)
 class Profile:
-    """What one GPU of a machine does in a second, and what the machine has. Rates are those that
-    hold while all GPUs work, for seconds."""
+    """How fast one GPU of a machine runs each operation, and what the machine has.
+
+    Rates are those that last for seconds while all GPUs of the machine work.
+    """
 
     name: str
     device: str  # PyTorch's name of the GPU
-    per_node: int  # GPUs of a node
+    per_node: int  # GPUs per node
     gpu_bytes: float  # memory of a GPU
     host_bytes: float  # memory of a node
-    peak_flops: float | None  # dense bf16 of the data sheet; None: unknown, so no MFU
-    products: dict[str, Points]  # PRODUCTS: [tokens, width, FLOP/s]
-    # kernel of attention.KERNELS: forward, backward: [tokens of a sequence, FLOP/s], causal
+    peak_flops: float | None  # dense bf16, by the data sheet. None: unknown, so there is no MFU
+    products: dict[str, Points]  # by PRODUCTS: [tokens, width of a square matrix, FLOP/s]
+    # by kernel of attention.KERNELS and by PASSES: [tokens of a sequence, FLOP/s], causal
     attention: dict[str, dict[str, Points]]
-    memory: float  # bytes/s read and written between products, launches of kernels included
-    optimizer: float  # bytes/s of the update
-    to_host: float  # bytes/s, while all GPUs of a node copy
-    visits: float  # bytes/s each way of optimizer states that lie on the host and are updated
-    # processor of the host: forward, backward: seconds that it takes to launch a layer
-    launch: dict[str, dict[str, float]]
-    collectives: dict[str, dict[str, Points]]  # operation: mesh "8x4": [bytes, bytes/s]
-    overlap: dict[str, list[float]]  # collectives (beside a layer), all_to_all (beside attention):
-    # factors on the seconds of compute, and of communication, while both run
+    memory: float  # bytes/s read and written by element-wise kernels, their launches included
+    optimizer: float  # bytes/s read and written by the update
+    to_host: float  # bytes/s of copies to the host, while all GPUs of a node copy
+    state_streaming: float  # bytes/s each way of optimizer states that stream through the GPU
+    launch: dict[str, dict[str, float]]  # by processor and by PASSES: seconds to launch a layer
+    collectives: dict[str, dict[str, Points]]  # by operation and mesh "8x4": [bytes, bytes/s]
+    # by OVERLAPS: two factors, by which computation and communication take longer while both run.
+    # collectives: next to a layer. all_to_all: next to attention
+    overlap: dict[str, list[float]]
     sources: dict[str, str] = field(default_factory=dict)  # where numbers come from, by field
     about: dict = field(default_factory=dict)  # hardware, versions, commit, command
 
 
 def profile_text(profile: Profile) -> str:
-    """Return a profile's file: JSON, a point a line, four digits a number."""
+    """Return a profile as JSON with four digits per number and one point per line."""
     exact = json.dumps(asdict(profile))
     rounded = json.loads(exact, parse_float=lambda number: float(f"{float(number):.4g}"))
-    text = json.dumps(rounded, indent=1)
-    point = r"\[\s+([-\d.e+]+(?:,\s+[-\d.e+]+)*)\s+\]"
-    return re.sub(point, lambda m: "[" + re.sub(r"\s+", " ", m[1]) + "]", text) + "\n"
+    return indented(rounded) + "\n"
+
+
+def indented(value, depth=0) -> str:
+    """Return JSON as json.dumps(value, indent=1) writes it, but lists of numbers on one line."""
+    outer, inner = " " * depth, " " * (depth + 1)
+    if isinstance(value, dict) and value:
+        items = [f"{json.dumps(key)}: {indented(v, depth + 1)}" for key, v in value.items()]
+        lines = ",\n".join(inner + item for item in items)
+        return f"{{\n{lines}\n{outer}}}"
+    if isinstance(value, list) and any(isinstance(v, list) for v in value):
+        lines = ",\n".join(inner + indented(v, depth + 1) for v in value)
+        return f"[\n{lines}\n{outer}]"
+    return json.dumps(value)
 
 
 def interpolate(points: Points, at: float) -> float:
-    """Return the rate at a size: linear in the logarithm of the size between points [size, rate],
-    held at the ends."""
+    """Return the rate at a size. Between points [size, rate] it is linear in the logarithm of the
+    size; beyond the first and the last point it is constant."""
     sizes, rates = zip(*points)
     return float(np.interp(math.log(at), np.log(sizes), rates))
 
 
 def interpolate_twice(points: Points, tokens: float, width: float) -> float:
-    """Return the rate at [tokens, width] of points [tokens, width, rate] on a grid: first along
-    tokens, then along width."""
-    along = [
-        [w, interpolate([[at, rate] for at, other, rate in points if other == w], tokens)]
-        for w in sorted({w for _, w, _ in points})
-    ]
-    return interpolate(along, width)
+    """Return the rate at [tokens, width] of points [tokens, width, rate] on a grid.
+
+    Interpolate along tokens for each width of the grid, then along width.
+    """
+    rates = []  # [width, rate at `tokens`]
+    for grid_width in sorted({w for _, w, _ in points}):
+        column = [[t, rate] for t, w, rate in points if w == grid_width]
+        rates.append([grid_width, interpolate(column, tokens)])
+    return interpolate(rates, width)
 
 
-def rates_of(profile: Profile, kernel: str = "auto") -> str:
-    """Return the kernel whose rates predict the seconds of an attention kernel: the kernel itself if
-    the profile has its rates, else the nearest one in the order of KERNELS. auto: the best kernel
-    that the profile has. That is what train.py runs on this machine, if all kernels are installed.
+def nearest_kernel(profile: Profile, kernel: str = "auto") -> str:
+    """Return the kernel whose rates predict the seconds of an attention kernel.
 
-    Example: a profile has fa4 and cudnn. Rates of flash, which comes after both, are cudnn's.
+    That is the kernel itself if the profile has its rates, and otherwise the nearest one in the
+    order of KERNELS. "auto" is the best kernel that the profile has. train.py runs the same one on
+    the profile's machine if all kernels are installed.
+
+    Example: a profile has fa4 and cudnn. Then flash, which comes after both, has cudnn's rates.
     """
     order = [*KERNELS]
     if kernel == "auto":
         return min(profile.attention, key=order.index)
-    wanted = order.index(kernel)
-    return min(profile.attention, key=lambda name: abs(order.index(name) - wanted))
+    position = order.index(kernel)
+    return min(profile.attention, key=lambda name: abs(order.index(name) - position))
 
 
-def launches_of(profile: Profile, processor: str = "") -> str:
-    """Return the host whose launches predict those of a processor: the processor itself if the
-    profile has it, else the profile's first host."""
-    return processor if processor in profile.launch else next(iter(profile.launch))
+def nearest_host(profile: Profile, processor: str = "") -> str:
+    """Return the processor whose launches predict those of `processor`: itself if the profile has
+    it, and otherwise the profile's first one."""
+    if processor in profile.launch:
+        return processor
+    return next(iter(profile.launch))
 
 
 def processor_name() -> str:
-    """Return the name of this machine's processor, as Linux says it."""
+    """Return the name of this machine's processor from /proc/cpuinfo."""
     try:
         text = Path("/proc/cpuinfo").read_text()
     except OSError:
         text = ""
     found = re.search(r"^model name\s*: *(\S.*?) *$", text, re.MULTILINE)
-    return found[1] if found else platform.machine() or "a host without a name"
+    if found:
+        return found[1]
+    return platform.machine() or "a host without a name"
 
 
-def times(rates, factor):
-    """Return nested rates, the last numbers of points, times a factor."""
+def scale_rates(rates, factor):
+    """Return rates times a factor. rates: a number, points, or nested dictionaries of them."""
     if isinstance(rates, dict):
-        return {key: times(value, factor) for key, value in rates.items()}
+        return {key: scale_rates(value, factor) for key, value in rates.items()}
     if isinstance(rates, list):
         return [[*at, rate * factor] for *at, rate in rates]
     return rates * factor
@@ -143,7 +171,11 @@ def scaled(
     host: float = 1.0,
     **changes,
 ) -> Profile:
-    """Return a profile whose rates are so many times those of another one."""
+    """Return a profile with its rates multiplied by factors. changes: other fields to set.
+
+    flops scales matrix products and attention; memory scales element-wise kernels and the update;
+    network scales collectives; host scales copies to and from the host.
+    """
     factors = {
         "products": flops,
         "attention": flops,
@@ -151,18 +183,18 @@ def scaled(
         "optimizer": memory,
         "collectives": network,
         "to_host": host,
-        "visits": host,
+        "state_streaming": host,
     }
-    rates = {key: times(getattr(profile, key), factor) for key, factor in factors.items()}
+    rates = {key: scale_rates(getattr(profile, key), factor) for key, factor in factors.items()}
     return replace(profile, name=name, **rates, **changes)
 
 
 # ---------------------------------------------------------------------------- which profile
 
 
-# data sheets, which scale another GPU's profile where one has none of its own, by PyTorch's device
-# name, first match: dense bf16 FLOP/s; bytes/s of memory, of NVLink and of PCIe one way; GiB of
-# memory, as PyTorch finds it
+# Data sheets by PyTorch's device name; the first match counts. They scale another GPU's profile for
+# a GPU that has none. Columns: dense bf16 FLOP/s; bytes/s of memory; bytes/s one way of NVLink and
+# of PCIe; GiB of memory, as PyTorch reports them
 SHEETS = {
     r"A100.*40GB": (312e12, 1.555e12, 300e9, 32e9, 39.4),
     r"A800": (312e12, 2.039e12, 200e9, 32e9, 79.2),
@@ -175,11 +207,11 @@ SHEETS = {
     r"H200": (989.4e12, 4.8e12, 450e9, 64e9, 139.8),
     r"B200": (2250e12, 7.7e12, 900e9, 64e9, 178.4),
 }
-BASE = "NVIDIA H200"  # whose profile others' are scaled from
+BASE = "NVIDIA H200"  # profiles of other GPUs are scaled from its profile
 
 
 def find_sheet(device_name: str) -> tuple[float, ...] | None:
-    """Return a device's row of SHEETS, None if it has none."""
+    """Return a device's row of SHEETS, or None."""
     for name, sheet in SHEETS.items():
         if re.search(rf"\b({name})\b", device_name, re.IGNORECASE):
             return sheet
@@ -187,41 +219,50 @@ def find_sheet(device_name: str) -> tuple[float, ...] | None:
 
 
 def peak_flops(device_name: str) -> float | None:
-    """Return dense bf16 FLOP/s of a device, None if it is not in SHEETS: no MFU, then."""
+    """Return dense bf16 FLOP/s of a device, or None if it is not in SHEETS. Without it, no MFU."""
     sheet = find_sheet(device_name)
     return sheet[0] if sheet else None
 
 
 def profile_files() -> dict[str, Path]:
-    """Return the files of results/profiles, by their names in small letters."""
+    """Return the files of results/profiles by their names in lower case."""
     return {path.stem.lower(): path for path in sorted(PROFILES.glob("*.json"))}
 
 
 def load_profile(name: str, per_node: int | None = None) -> Profile:
-    """Return a profile by its name in results/profiles, in any case, by its file, or by a GPU's
-    name; of nodes of so many GPUs, by default its own or 8. Raises ValueError."""
+    """Return the profile that `--cluster NAME` means.
+
+    name: the name of a profile in results/profiles, in any case; or a file's path; or a GPU's name
+    (find_profile). per_node: GPUs per node; by default the profile's own, or 8 for a GPU's name.
+    Raises ValueError.
+    """
     path = profile_files().get(name.lower(), Path(name))
     if path.suffix != ".json" and find_sheet(name):
-        return known_profile(name, per_node or 8)
+        return find_profile(name, per_node or 8)
     try:
         if path.exists() and not path.is_file():
             raise OSError("it is no regular file")
         profile = Profile(**json.loads(path.read_text()))
         check_profile(profile)
-    except Exception as e:  # whatever such a file may hold
+    except Exception as e:  # the file may hold anything
+        gpus = ", ".join(SHEETS).replace(".*", " ")
         raise ValueError(
             f"--cluster {name}: {path} is no profile as bench.py --profile writes it: "
-            f"{e.args[-1]}; or one of {', '.join(profile_files())}; or a GPU by its name, "
-            f"{', '.join(SHEETS).replace('.*', ' ')}: another one as the nearest of these, with "
+            f"{e.args[-1]}. Give a profile's file, or one of {', '.join(profile_files())}; or a "
+            f"GPU by its name, {gpus}. For another GPU, name the nearest of these, and give "
             "--gpu-memory"
         ) from e
-    return with_node(profile, per_node) if per_node else profile
+    if per_node:
+        return add_network(profile, per_node)
+    return profile
 
 
 def check_profile(profile: Profile) -> None:
-    """Raise ValueError or KeyError unless all numbers are there, positive, at ascending points."""
-    numbers = "per_node gpu_bytes host_bytes memory optimizer to_host visits".split()
-    tables = [(name, 1, [[getattr(profile, name)]]) for name in numbers]
+    """Raise ValueError or KeyError unless all rates are there, are positive, and ascend in size."""
+    tables = []  # (name, numbers per point, points)
+    for name in "per_node gpu_bytes host_bytes memory optimizer to_host state_streaming".split():
+        tables.append((name, 1, [[getattr(profile, name)]]))
+
     if not profile.launch or not profile.attention:
         raise ValueError("launch and attention: at least one host, and at least one kernel")
     for host, seconds in profile.launch.items():
@@ -230,6 +271,7 @@ def check_profile(profile: Profile) -> None:
                 f"launch {host} {seconds}: the seconds of a host, forward and backward"
             )
         tables += [(f"launch {host} {kind}", 1, [[seconds[kind]]]) for kind in PASSES]
+
     tables += [(f"products {kind}", 3, profile.products[kind]) for kind in PRODUCTS]
     for kernel, rates in profile.attention.items():
         if kernel not in KERNELS:
@@ -238,61 +280,91 @@ def check_profile(profile: Profile) -> None:
     tables += [(f"overlap {kind}", 2, [profile.overlap[kind]]) for kind in OVERLAPS]
     for op in COLLECTIVES:
         tables += [(f"{op} {mesh}", 2, points) for mesh, points in profile.collectives[op].items()]
+
     for name, size, points in tables:
-        positive = {
-            tuple(type(x) in (int, float) and 0 < x < math.inf for x in point) for point in points
-        }
-        if positive != {size * (True,)}:
-            raise ValueError(f"{name} {points}: {size} positive numbers a point")
+        whole = all(len(point) == size and all(map(is_positive, point)) for point in points)
+        if not points or not whole:
+            raise ValueError(f"{name} {points}: {size} positive numbers per point")
         if points != sorted(points):
-            raise ValueError(f"{name} {points}: ascending points")
+            raise ValueError(f"{name} {points}: the points must be in ascending order")
 
 
-def known_profile(device_name: str, per_node: int) -> Profile:
-    """Return the nearest profile: of the GPUs with the same name or data sheet the one of the
-    smallest node of so many, else of the largest node; without any, an H200's by data sheets."""
-    kind = find_sheet(device_name) or device_name
-    own = [
-        p for p in map(load_profile, profile_files()) if (find_sheet(p.device) or p.device) == kind
-    ]
+def is_positive(x) -> bool:
+    """Return whether x is a positive, finite number."""
+    return type(x) in (int, float) and 0 < x < math.inf
+
+
+def find_profile(device_name: str, per_node: int) -> Profile:
+    """Return the profile for a GPU by PyTorch's device name, and for nodes of `per_node` GPUs.
+
+    A profile is the GPU's own if its device has the same data sheet in SHEETS, or, without a data
+    sheet, the same name.
+
+        own profiles                     example              the profile
+        nodes of at least per_node       H200, 3 per node     h200x8: the smallest of these
+        only smaller nodes               H200, 16 per node    h200x8: the largest of these
+        only one GPU, so no network      H100, 8 per node     h100x1, with an H200's network, scaled
+                                                              (add_network)
+        none, but a data sheet           A100, 8 per node     h200x8, scaled
+        none, and no data sheet          H20, 8 per node      h200x8 as it is
+
+    If a whole profile is scaled or borrowed, its name says so.
+    """
+    kind = sheet_or_name(device_name)
+    profiles = [load_profile(name) for name in profile_files()]
+    own = [profile for profile in profiles if sheet_or_name(profile.device) == kind]
     if not own:
-        return by_data_sheet(device_name, per_node)
-    nearest = min(own, key=lambda p: (p.per_node < per_node, abs(p.per_node - per_node)))
-    return with_node(nearest, per_node)
+        return scale_by_data_sheet(device_name, per_node)
+
+    def distance(profile):
+        too_small = profile.per_node < per_node
+        return too_small, abs(profile.per_node - per_node)
+
+    return add_network(min(own, key=distance), per_node)
 
 
-def by_data_sheet(device_name, per_node):
-    """Return an H200's profile by the ratios of the data sheets; as it is, if the device has
-    none."""
-    base = known_profile(BASE, per_node)
-    new, old = find_sheet(device_name), find_sheet(BASE)
-    how = "by its data sheet" if new else "as an H200, since it has no data sheet here"
-    new = new or old
-    *ratios, _ = np.divide(new, old).tolist()
+def sheet_or_name(device_name):
+    """Return what profiles of the same kind of GPU have in common."""
+    return find_sheet(device_name) or device_name
+
+
+def scale_by_data_sheet(device_name, per_node):
+    """Return an H200's profile, scaled by the ratios of the data sheets. If the device has no data
+    sheet, return the H200's rates as they are."""
+    base = find_profile(BASE, per_node)
+    base_sheet = find_sheet(BASE)
+    sheet = find_sheet(device_name)
+    if sheet:
+        how = "by its data sheet"
+    else:
+        sheet = base_sheet
+        how = "as an H200, since it has no data sheet here"
+
+    *ratios, _ = np.divide(sheet, base_sheet).tolist()  # of FLOP/s, memory, NVLink, PCIe
+    gib = sheet[-1]
     return scaled(
         base,
         f"{device_name} {how}",
         *ratios,
         device=device_name,
         peak_flops=peak_flops(device_name),
-        gpu_bytes=new[-1] * 2**30,
+        gpu_bytes=gib * 2**30,
         sources={"all": f"{base.name}'s, by the ratios of the data sheets"},
     )
 
 
-def with_node(profile, per_node):
-    """Return a profile of one GPU with what GPUs of a node share, the network and the host, of an
-    H200's by the ratios of the data sheets; any other as it is."""
+def add_network(profile, per_node):
+    """Return a profile of one GPU with what the GPUs of a node share: the network and the host.
+    They are an H200's, scaled by the data sheets. Any other profile is returned as it is."""
     if any(profile.collectives.values()):
         return profile
-    shared = by_data_sheet(profile.device, max(2, per_node))
+    shared = scale_by_data_sheet(profile.device, max(2, per_node))
     names = ["collectives", "overlap"]
     if per_node > 1:
-        names += ["per_node", "to_host", "visits", "host_bytes"]
+        names += ["per_node", "to_host", "state_streaming", "host_bytes"]
+
     own = profile.sources.get("all", "see its file")
-    what = f"{own}; {', '.join(names)} {shared.sources['all']}"
-    return replace(
-        profile,
-        **{name: getattr(shared, name) for name in names},
-        sources=profile.sources | dict.fromkeys(names, shared.sources["all"]) | {"all": what},
-    )
+    all_sources = f"{own}; {', '.join(names)} {shared.sources['all']}"
+    sources = profile.sources | dict.fromkeys(names, shared.sources["all"]) | {"all": all_sources}
+    rates = {name: getattr(shared, name) for name in names}
+    return replace(profile, **rates, sources=sources)

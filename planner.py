@@ -56,19 +56,19 @@ from attention import KERNELS, head_group_counts
 from costs import (
     Estimator,
     Plan,
-    column_bytes,
     host_bytes,
     layer_seconds,
     lost_seconds,
     memory_of_states,
     resident_bytes,
+    skeletal_bytes,
     step_seconds,
+    streaming_seconds,
     traffic_seconds,
-    visit_seconds,
-    with_memory,
+    with_bytes,
 )
 from data import regular
-from hardware import Profile, launches_of, load_profile, profile_files, rates_of, scaled
+from hardware import Profile, load_profile, nearest_host, nearest_kernel, profile_files, scaled
 from model import MODELS, ModelConfig, divisors, param_count
 from offload import ActivationPlan
 from optim import OPTIMIZERS
@@ -341,7 +341,7 @@ def plan_activations(
     and backward of a micro-batch through one part: of all k, m, X (whole groups of m layers leave)
     at once. If nothing fits, the plan that needs least, and inf.
 
-    layer, s: bytes and seconds of one, as costs.column_bytes and LayerSeconds; bandwidth: bytes/s
+    layer, s: bytes and seconds of one, as costs.skeletal_bytes and LayerSeconds; bandwidth: bytes/s
     to the host, with all GPUs copying; gpu, host: bytes a rank can give to activations; resident,
     alpha: set by hand; busy: seconds of a layer's forward in which other things are copied.
 
@@ -468,7 +468,11 @@ def sequences(c, plan, every=False):
     """Of the ranks that share a sequence the ring is the least one that leaves those that share
     heads in one node: their all-to-alls cross no network. Larger rings are usual for long sequences:
     where fewer ranks share the heads there are more groups of them, which need less memory."""
-    ranks, in_node, kv_heads = plan.state_ranks, plan.in_node, plan.local_model.kv_heads
+    ranks, in_node, kv_heads = (
+        plan.state_ranks,
+        plan.state_ranks_per_node,
+        plan.local_model.kv_heads,
+    )
     by_heads = ""  # what goes by heads alone
     if c.attention in KERNELS and not KERNELS[c.attention].plain:
         by_heads = f"--attention {c.attention}, which may see heads, or where keys stand,"
@@ -573,15 +577,17 @@ def treatments(c, plan, every=False):
     products down, and larger ones need more memory. What is said of chunks by hand asks for
     them."""
     swaps = bool(c.alpha)  # at least one layer
-    if (c.resident_layers or 2 * swaps) > plan.part_layers - swaps:
+    if (c.resident_layers or 2 * swaps) > plan.virtual_stage_layers - swaps:
         asked = [f"--alpha {c.alpha}"] * (c.alpha is not None)
         asked += [f"--resident-layers {c.resident_layers}"] * bool(c.resident_layers)
-        most = plan.part_layers - swaps
+        most = plan.virtual_stage_layers - swaps
         if c.resident_layers:
             rule = f"at most {most} can stay on the GPU"
         else:
             rule = "one has to swap, and 2 others stay on the GPU"
-        raise ValueError(f"{' '.join(asked)}: a stage runs {plan.part_layers} layers; {rule}")
+        raise ValueError(
+            f"{' '.join(asked)}: a stage runs {plan.virtual_stage_layers} layers; {rule}"
+        )
     limit = min(c.chunk or plan.tokens, plan.tokens)  # a larger one asks for nothing
     by_hand = c.alpha is not None or c.resident_layers or limit < plan.tokens
     # chunks alone let a group's gradients take its tensors' places
@@ -609,7 +615,7 @@ def treatments(c, plan, every=False):
 def states(c, plan, every=True):
     """States have the legal factors, and lie on GPUs or hosts. Layout intra: all ranks have as much
     to update."""
-    world, in_node = plan.state_ranks, plan.in_node
+    world, in_node = plan.state_ranks, plan.state_ranks_per_node
     if c.strategy:
         if c.p or c.g or c.os:
             raise ValueError(f"--strategy {c.strategy} sets all factors: drop --p --g --os")
@@ -792,9 +798,9 @@ def with_room(c, shape, plans, hardware):
     This takes a small part of the time of `fit`."""
     kept = shape.memory["activations"]
     if shape.recompute == c.recompute == "auto":
-        n, layer = shape.part_layers, column_bytes(shape)
+        n, layer = shape.virtual_stage_layers, skeletal_bytes(shape)
         needed, _ = bytes_of_ways(n, layer, c.resident_layers, bool(c.alpha))
-        kept = min(kept, shape.in_flight / n * needed.min())
+        kept = min(kept, shape.layers_in_flight / n * needed.min())
 
     without_states = kept + sum(shape.memory[name] for name in ("messages", "working"))
     found = []
@@ -912,20 +918,20 @@ def fit(c, plan, hardware, saved=None):
     """Return the plan with what its layers keep, its bytes and its seconds: it takes forever, if it
     does not fit. saved: bytes that other states would save, of a plan that is to be timed without
     them."""
-    est, n = hardware.est, plan.part_layers
+    est, n = hardware.est, plan.virtual_stage_layers
     lost = 0.0
     if plan.recompute == "auto":
         plan = replace(plan, activations=ActivationPlan(n, plan.chunks, n, 0, 0, n))
-    plan = with_memory(plan)
+    plan = with_bytes(plan)
     if saved:
         plan.memory["other states save"] = -saved
     if plan.recompute == c.recompute == "auto":
-        times = plan.in_flight / n
+        times = plan.layers_in_flight / n
         room = hardware.gpu_budget - plan.gpu_bytes + plan.memory["activations"]
         spare = hardware.host_budget - plan.host.get("optimizer", 0)
         kept, lost = plan_activations(
             n,
-            column_bytes(plan),
+            skeletal_bytes(plan),
             layer_seconds(est, plan),
             plan.chunks,
             est.profile.to_host,
@@ -933,9 +939,9 @@ def fit(c, plan, hardware, saved=None):
             spare / times,
             c.resident_layers,
             c.alpha,
-            visit_seconds(est, plan),
+            streaming_seconds(est, plan),
         )
-        plan = with_memory(replace(plan, activations=kept))
+        plan = with_bytes(replace(plan, activations=kept))
         if saved:
             plan.memory["other states save"] = -saved
     fits = lost < math.inf and over(plan, hardware) <= 1 + 1e-9
@@ -988,10 +994,10 @@ def make_rings(plan):
         twice = kind == "param_gather" or op == "all_reduce"
         times = (1 + twice) * (earlier * (several - 1) + last)
         yield Ring(kind, ranks, inner, times * size)
-    q, kv = plan.widths  # q, o and k, v, and twice as much in backward
+    q, kv = plan.q_kv_widths  # q, o and k, v, and twice as much in backward
     tokens = plan.tokens * model.layers * several
     exchanged = (6 * q + 3 * kv) * e * tokens
-    around = kv * (2 * e + plan.sum_bytes) * tokens  # k, v twice; dk, dv
+    around = kv * (2 * e + plan.ring_sum_bytes) * tokens  # k, v twice; dk, dv
     around *= (plan.ring - 1) * plan.head_groups / plan.kv_groups
     for i in range(1, sp):
         yield Ring("all_to_all", sp, i, exchanged / sp)
@@ -1192,11 +1198,11 @@ def given(values):
 
 def rates_in_words(hardware: Hardware) -> str:
     """Say which kernel's seconds and which host's launches a prediction has."""
-    kernel = rates_of(hardware.profile, hardware.kernel)
+    kernel = nearest_kernel(hardware.profile, hardware.kernel)
     attention = f"attention takes the seconds of {kernel}"
     if hardware.kernel not in ("auto", kernel):
         attention += f", because the profile has none of {hardware.kernel}"
-    host = launches_of(hardware.profile, hardware.processor)
+    host = nearest_host(hardware.profile, hardware.processor)
     launches = f"launches take those of {host}"
     if hardware.processor not in ("", host):
         launches = f"launches were measured on {host}, and this host is {hardware.processor}"
@@ -1301,8 +1307,10 @@ def describe(c, hardware, found, plans):
     # another one: hardware.est knows what all plans have asked for
     est = Estimator(profile, hardware.kernel, hardware.processor)
     step_seconds(est, best)
-    if est.held:
-        lines.append("not in the profile, at the nearest rates: " + "; ".join(sorted(est.held)))
+    if est.outside_profile:
+        lines.append(
+            "not in the profile, at the nearest rates: " + "; ".join(sorted(est.outside_profile))
+        )
     return "\n".join(lines)
 
 

@@ -513,7 +513,7 @@ def choose_plans(
     """
     world = dist.get_world_size()
     per_node = int(os.environ.get("LOCAL_WORLD_SIZE", world))
-    profile = on_rank_0(hardware.known_profile, device_name(device), per_node)
+    profile = on_rank_0(hardware.find_profile, device_name(device), per_node)
 
     total = NO_LIMIT
     if device.type == "cuda":

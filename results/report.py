@@ -29,7 +29,7 @@ import torch
 import memplan
 from bench import as_text
 from costs import Plan, predict
-from hardware import known_profile, rates_of
+from hardware import find_profile, nearest_kernel
 from model import MODELS
 from offload import ActivationPlan
 from shard import STREAMS, Factors
@@ -314,14 +314,14 @@ def predicted_rows() -> list[dict]:
             if graph or not (r.get("predicted_s") and r["step_s"]):
                 continue
             plan = plan_of(r)
-            profile = known_profile(found["hardware"], plan.per_node)
+            profile = find_profile(found["hardware"], plan.per_node)
             kernel = r.get("kernel") or "auto"  # older rows lack it: they ran the best one
             kind = "held out" if r.get("held_out") else "seen before"
             if (
                 plan.ranks > plan.per_node
                 or plan.ranks > 1
                 and "collectives" in profile.sources
-                or kernel not in ("auto", rates_of(profile, kernel))
+                or kernel not in ("auto", nearest_kernel(profile, kernel))
             ):
                 kind = pictures.ELSEWHERE
             plan = predict(plan, profile, kernel)

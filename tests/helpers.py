@@ -112,7 +112,7 @@ def round_machine(inside=1e30, across=1e30, **changes) -> hardware.Profile:
     All else takes no time. inside, across: the network's bytes/s in a node and across nodes.
     changes: fields of the profile that shall have other values.
     """
-    rates = dict.fromkeys(("memory", "optimizer", "to_host", "visits"), 1e30)
+    rates = dict.fromkeys(("memory", "optimizer", "to_host", "state_streaming"), 1e30)
     return hardware.Profile(
         **{
             "name": "round",
@@ -183,7 +183,7 @@ def swapping_plan(model, ranks, seq, factors, kept, **choices) -> costs.Plan:
 
 def planned_run(plan: costs.Plan) -> train.Run:
     """Return rank 0's run of a plan, on the CPU, with the plan's memory counted."""
-    return train.Run(train.Config(), 0, torch.device("cpu"), "cpu", planner.with_memory(plan))
+    return train.Run(train.Config(), 0, torch.device("cpu"), "cpu", planner.with_bytes(plan))
 
 
 def built(run: train.Run, as_on_gpus=False) -> tuple:

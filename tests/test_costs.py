@@ -73,7 +73,7 @@ def test_step_seconds_are_counted_by_hand():
             layers * (forward - 2 * n * c * f) / 1e14,
         ),
         ({"optimizer": 1e9}, {}, 28 * params / 1e9),
-        ({"visits": 1e9}, {"os_place": "host", **alone}, 12 * params / 1e9),
+        ({"state_streaming": 1e9}, {"os_place": "host", **alone}, 12 * params / 1e9),
         ({"launch": launch}, {}, layers * (1 + 2 - layer)),
         ({"inside": 1e9}, alone, 2 * params / 1e9),  # an all-reduce in bf16
         ({"inside": 1e9}, {"batch": 24, **alone}, 2 * (layers * layer + head) + 2 * params / 1e9),
@@ -256,7 +256,7 @@ def test_bytes_of_stages_are_those_in_flight(v, most):
     model = replace(m.MODELS["7b"], layers=16)
     plan = replace(STEP, model=model, ranks=32, seq=2**13, pp=4, pp_chunks=v)
     kept = [
-        planner.with_memory(replace(plan, batch=batch)).memory["activations"]
+        planner.with_bytes(replace(plan, batch=batch)).memory["activations"]
         for batch in (32, 64, 320)
     ]
     of_layer = 2**13 * (2 * (6 * 4096 + 2 * 11008) + 4 * (32 + 2))  # C, F and H of 7b, two norms

@@ -568,7 +568,7 @@ def test_states_have_the_dtypes_that_an_optimizer_declares(place, layout, group,
     parameters = sum(param.num_elements for param in held.sharded_params.values())
     assert held.bytes()["optimizer"] == 6 * parameters
     plan = costs.Plan(llama.cfg, torch.float32, 1, 1, 64, optimizer="sgd")
-    assert plan.moment_bytes == 6
+    assert plan.optimizer_bytes_per_param == 6
     for param in held.sharded_params.values():
         seen = [(first, end) for name, first, end in updated if name == param.name]
         firsts = list(range(0, param.num_elements, param.num_elements if place == "gpu" else 1000))

@@ -83,13 +83,13 @@ def test_known_profiles_are_those_of_the_node():
     in any case. Without one of its own, it has an H200's by the ratio of data sheets; with neither,
     an H200's, and the name says so. Catches the rates of another machine."""
     for per_node, name in ((1, "h200x2"), (2, "h200x2"), (3, "h200x8"), (16, "h200x8")):
-        assert hardware.known_profile("NVIDIA H200", per_node).name == name
+        assert hardware.find_profile("NVIDIA H200", per_node).name == name
     base, large, unknown = (
-        hardware.known_profile(f"NVIDIA {name}", 8) for name in ("H200", "A100-SXM4-80GB", "H20")
+        hardware.find_profile(f"NVIDIA {name}", 8) for name in ("H200", "A100-SXM4-80GB", "H20")
     )
     assert unknown.products == base.products and unknown.peak_flops is None
     assert unknown.name == "NVIDIA H20 as an H200, since it has no data sheet here"
-    assert hardware.known_profile("CPU", 8) == hardware.load_profile("cpu")
+    assert hardware.find_profile("CPU", 8) == hardware.load_profile("cpu")
     assert large.gpu_bytes < 0.6 * base.gpu_bytes and large.to_host == base.to_host / 2
     assert large.peak_flops == 312e12 and "data sheets" in large.sources["all"]
     rates = [x.products["forward"][-1][-1] for x in (large, base)]
@@ -109,19 +109,24 @@ def test_rates_belong_to_a_kernel_and_launches_to_a_host():
     machine = hardware.load_profile("h200x2")
     assert [*machine.attention] == ["fa4", "cudnn", "flash"]
     for kernel in machine.attention:
-        assert hardware.rates_of(machine, kernel) == kernel
-    assert hardware.rates_of(machine) == "fa4" and hardware.rates_of(machine, "cpu") == "flash"
+        assert hardware.nearest_kernel(machine, kernel) == kernel
+    assert (
+        hardware.nearest_kernel(machine) == "fa4"
+        and hardware.nearest_kernel(machine, "cpu") == "flash"
+    )
     two = replace(machine, attention={name: machine.attention[name] for name in ("cudnn", "fa4")})
-    assert hardware.rates_of(two) == "fa4" and hardware.rates_of(two, "flash") == "cudnn"
+    assert (
+        hardware.nearest_kernel(two) == "fa4" and hardware.nearest_kernel(two, "flash") == "cudnn"
+    )
     hosts = replace(machine, launch={"first": {}, "second": {}})
-    assert [hardware.launches_of(hosts, name) for name in ("second", "third", "")] == [
+    assert [hardware.nearest_host(hosts, name) for name in ("second", "third", "")] == [
         "second",
         "first",
         "first",
     ]
     assert hardware.processor_name()
     # a machine without a profile has all kernels of the one that its rates are scaled from
-    assert [*hardware.known_profile("NVIDIA A100-SXM4-40GB", 8).attention] == [
+    assert [*hardware.find_profile("NVIDIA A100-SXM4-40GB", 8).attention] == [
         "fa4",
         "cudnn",
         "flash",
@@ -135,7 +140,7 @@ def measured_profile_worker():
     hardware.check_profile(measured)
     assert measured.sources == {"all": "measured"} and measured.peak_flops is None
     assert [*measured.attention] == ["cpu"] and [*measured.launch] == [hardware.processor_name()]
-    assert 1e6 < min(measured.memory, measured.optimizer, measured.visits) < 1e15
+    assert 1e6 < min(measured.memory, measured.optimizer, measured.state_streaming) < 1e15
     cfg, _ = machine.make_layers()
     known = replace(measured, memory=1e6)
     counted = measure.layer_seconds(known, cfg, machine.dtype, machine.middle)
