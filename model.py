@@ -173,7 +173,7 @@ class Block(nn.Module):
 
     Weights. A large weight is a Matrix, which is sharded; a small one is a Vector. Both say how a
     fresh weight starts. Define matrices in the order of their use, because they are gathered in
-    this order. hf._HF has the weights' names in Hugging Face's files.
+    this order. hf.HF_NAMES has the weights' names in Hugging Face's files.
 
     What pre and post may do. They may use any operator of PyTorch's that works on each token
     separately and draws no random numbers, since they may run again in backward.
@@ -197,7 +197,8 @@ class Block(nn.Module):
         gate_up here        stays, (2F, C)              Matrix(cfg.ffn, cfg.dim, cut="rows"), (F, C)
         last line of post   project(down, GEGLU, ...)   project(down, GELU, ...)
         files (hf.py)       "hidden_act": "gelu", in    none: no family that hf.py knows has such a
-                            _FIXED and export_config    layer, so imports and exports are refused
+                            REQUIRED_VALUES and         layer, so imports and exports are refused
+                            export_config
         seconds (costs.py)  the SwiGLU rows of the tables above layer_tensors, and gate_up's width
         tests (test_all.py) the same change in PlainLayer, with which the tests compare a model
     """
