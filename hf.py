@@ -1,4 +1,4 @@
-"""Import models from Hugging Face's folders, extend their length, and export models to such folders.
+"""Import models from Hugging Face's folders, extend their length, and export models to folders.
 
 An imported model computes the logits that transformers computes, up to rounding, and so does an
 exported one. If that cannot be, a ValueError names what stands in the way: a key of config.json, a

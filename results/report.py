@@ -43,8 +43,8 @@ from streams import GIB
 INTRO = """# Results
 
 `python results/report.py` writes this page from the files beside it; do not edit it. Each row is a
-setting that was measured once: a label, and flags of train.py. A setting that does not fit is a
-row, too. `-` means nothing, or not known.
+setting that was measured: a label, and flags of train.py. A setting that does not fit is a row,
+too. `-` means nothing, or not known.
 
 | column | what it says |
 | --- | --- |
@@ -52,7 +52,7 @@ row, too. `-` means nothing, or not known.
  the remaining layers swap; the token chunk; whether optimizer states (os) lie on the host |
 | M | micro-batches per step |
 | TGS | tokens per GPU and second |
-| MFU causal, MFU full | share of the data sheet's FLOPs. *causal* counts half of the attention\
+| MFU causal, MFU full | model FLOPs as a share of the GPU's peak. *causal* counts half of the attention\
  matrix. *full* also counts the half that the mask hides, so it may exceed 100%. Neither counts\
  recomputation |
 | bound, of bound | the causal MFU of a step's attention and matrix kernels when only they run; the\
@@ -104,8 +104,8 @@ queries, and attention hides this. Ulysses' all-to-alls send everything, and not
 either during the next forward, or in the open, which means that computation waits. Where they fit,
 a row with the states on the GPU is beside them. Short sequences cannot hide 12 bytes per parameter
 to the GPU and 12 back.""",
-    "plans": """The planner's best plan for each tp, pp and sp. Here tp and pp are 1, so there is one
-row per sp. On two H100s the planner predicts the order of the two, but both take longer than it
+    "plans": """The planner's best plan for each tp, pp and sp. Here tp and pp are 1, so there is
+one row per sp. On two H100s the planner predicts the order of the two, but both take longer than it
 says. The profile's attention is FlashAttention-4's, and its network and its copies to the host are
 those of h200x2.""",
     "shard": """Ours, by sharding factors p,g,os and by layout, beside four settings of FSDP2, with
@@ -228,12 +228,12 @@ All of the papers' choices fit. The choice for 7B is the best or ties with it, a
 
 * *13B*: p = 1 fits here, because a layer keeps 22.8 bytes per token and unit of width. With the 34
   bytes that InternEvo counts, it would need 9 GiB more and would not fit.
-* *30B* on 1024 GPUs: by the profile, all-gathers of weights over 8 nodes hide under computation. The
-  profile's rates are those of the wires, with NCCL's latencies. The paper's ZeRO-3 falls to 4% of
-  MFU (below), so its gathers across nodes were much slower than that.
-* *InternEvo*: fewer ranks per sequence have room for all skeletal activations, again with 22.8 bytes
-  instead of 34. If layers swap, a sequence fits 8 ranks of one node, whose all-to-alls cross no
-  NIC.""",
+* *30B* on 1024 GPUs: by the profile, all-gathers of weights over 8 nodes hide under computation.
+  The profile's rates are those of the wires, with NCCL's latencies. The paper's ZeRO-3 falls to 4%
+  of MFU (below), so its gathers across nodes were much slower than that.
+* *InternEvo*: fewer ranks per sequence have room for all skeletal activations, again with 22.8
+  bytes instead of 34. If layers swap, a sequence fits 8 ranks of one node, whose all-to-alls cross
+  no NIC.""",
     "table_5": """### AMSP's table V
 TGS of AMSP's choices on 64 GPUs, by overlap and micro-batches (M), predicted / published, and the
 seconds that one more micro-batch takes. Nothing is fitted to this table.
@@ -255,11 +255,11 @@ Read the course of a row, not its level, and trust no prediction of an all-gathe
 * *ZeRO-3 on 1024 GPUs is predicted at nine times what was published (37 against 4 %).* Their step
   took 15 s for 7B, which is 17 us for each hop of a ring of 1024. By NCCL's own model, from which
   the profile is made, a hop takes 0.5 to 4 us. The paper does not say what made it so slow.
-* With MiCS's factors AMSP's engine reaches 39, 47 and 37%, and DeepSpeed's 35, 33 and 29%. So a part
-  of the difference is due to the engine, not to a bandwidth.""",
+* With MiCS's factors AMSP's engine reaches 39, 47 and 37%, and DeepSpeed's 35, 33 and 29%. So a
+  part of the difference is due to the engine, not to a bandwidth.""",
     "memo": """### Memo's table 3 and figure 12(b)
-Causal MFU of 7B, predicted / **published**, on the same profile, although Memo's InfiniBand is twice
-as fast. The model here is LLaMA with its gated feed-forward, Memo's is GPT.
+Causal MFU of 7B, predicted / **published**, on the same profile, although Memo's InfiniBand is
+twice as fast. The model here is LLaMA with its gated feed-forward, Memo's is GPT.
 
 The level at 1M tokens is no prediction: attention's rates above 32K tokens were assumed such that
 their mean is what the paper's 1M tokens imply. The course over the lengths is a prediction. Where
@@ -289,9 +289,9 @@ all rows that record their whole plan: all of four GPUs, and some of one and two
 record it. The files predict-*.json are from former tables of bench.py, and each has its command and
 its commit.
 
-A *question* is a GPU, a model, a number of tokens and a number of ranks. Its rows differ in what was
-set by hand. The planner's own pick is *as planned*, or the row where nothing open was set by hand.
-Questions K are of the tables offload, long, plans and ring.
+A *question* is a GPU, a model, a number of tokens and a number of ranks. Its rows differ in what
+was set by hand. The planner's own pick is *as planned*, or the row where nothing open was set by
+hand. Questions K are of the tables offload, long, plans and ring.
 
 * *Held out*: settings that were chosen before measuring, and measured once, when the model of
   seconds was done. The table below shows them. Two corrections came later, before anything was
@@ -312,15 +312,15 @@ Notes on *network or kernel not measured*, where long steps are predicted too fa
 * Two H100s are predicted by profile h100x1 and, by data sheets, the network of h200x2.
 * Two H200s that reach each other by sockets (*nodes=2*) are predicted by an assumed network of 400
   Gb/s per GPU. By that network ring 1 would be the faster choice, but it is the slower one.
-* Rows that ran cuDNN's attention are predicted by cuDNN's rates. Most of these rates follow from the
-  seconds that the kernels of the same rows take when only they run (each profile says which), so
-  these rows count as seen before.
+* Rows that ran cuDNN's attention are predicted by cuDNN's rates. Most of these rates follow from
+  the seconds that the kernels of the same rows take when only they run (each profile says which),
+  so these rows count as seen before.
 
-A note on the host. If one sequence of 4,096 tokens of 1b is a micro-batch (question A), the host has
-more to do than its GPU. On an H100 a layer computes for 2.5 ms, and profile h100x1's host launches
-it in 4.4 ms. So a step takes what the host of the day takes: 0.69 to 0.87 s on four hosts. h100x1
-was measured on the host of that row, right before it. On a faster host, question K's 1b with 4K
-tokens takes 0.105 s, not the 0.123 s that are predicted.
+A note on the host. If one sequence of 4,096 tokens of 1b is a micro-batch (question A), the host
+has more to do than its GPU. On an H100 a layer computes for 2.5 ms, and profile h100x1's host
+launches it in 4.4 ms. So a step takes what the host of the day takes: 0.69 to 0.87 s on four hosts.
+h100x1 was measured on the host of that row, right before it. On a faster host, question K's 1b with
+4K tokens takes 0.105 s, not the 0.123 s that are predicted.
 
 ![errors of predictions](predict.png)
 
