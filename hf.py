@@ -173,7 +173,7 @@ def _model_of(source: dict) -> ModelConfig:
         )
 
     max_positions = config.max_position_embeddings
-    if kind == "yarn":  # a file may give the extended length or not
+    if kind == "yarn":  # whether or not max_position_embeddings says so
         max_positions = round(rope["original_max_position_embeddings"] * rope["factor"])
 
     default_head_dim = config.hidden_size // config.num_attention_heads
@@ -303,13 +303,14 @@ def check_shapes(folder: str, expected: dict[str, tuple], found: dict[str, tuple
 
     problems = []
     for tensors, problem in (
-        (missing, "are missing"),
-        (left_over, "are left over, since config.json's model has no place for them"),
-        (misshapen, "have another shape than config.json says"),
+        (missing, "missing"),
+        (left_over, "left over, since config.json's model has no place for them"),
+        (misshapen, "of another shape than config.json says"),
     ):
         if tensors:
             dots = ", ..." if len(tensors) > 4 else ""
-            problems.append(f"{len(tensors)} tensors {problem}: {', '.join(tensors[:4])}{dots}")
+            count = "1 tensor is" if len(tensors) == 1 else f"{len(tensors)} tensors are"
+            problems.append(f"{count} {problem}: {', '.join(tensors[:4])}{dots}")
     if problems:
         raise ValueError(
             f"--init hf:{folder}: model*.safetensors and config.json disagree. "

@@ -113,7 +113,7 @@ REFUSED = [
     ),
     (
         """sed -i 's/_size": 96/_size": 97/' hf/config.json && train.py --init hf:hf""",
-        r"6 tensors have another shape .*down_proj.weight \(\(64, 96\), not \(64, 97\)\), .*, \.\.\.",
+        r"6 tensors are of another shape .*down_proj.weight \(\(64, 96\), not \(64, 97\)\), .*, \.\.\.",
     ),
     (
         """sed -i 's/"llama"/"gpt2"/' hf/config.json && train.py --init hf:hf""",
