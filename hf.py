@@ -1,18 +1,33 @@
-"""Hugging Face's folders: read a model from one, extend its length, write one.
+"""Import models from Hugging Face's folders, extend their length, and export models to folders.
 
-Exactly or not at all: an imported model has the logits that transformers computes, up to rounding,
-and so has an exported one. Otherwise a ValueError names what stands in the way: a key, a tensor, a
-file, or the difference of the logits of a small model (`check_export`).
+An imported model computes the logits that transformers computes, up to rounding, and so does an
+exported one. If that cannot be, a ValueError names what stands in the way: a key of config.json, a
+tensor, a file, or by how much the logits of a small model differ (check_export).
 
-    cfg, source = read_config(folder)          config.json -> ModelConfig
-    read = open_weights(folder, cfg)           name -> tensor; one tensor is in memory at a time
-    export(folder, cfg, read, ...)             config.json, safetensors, tokenizer, license
+    cfg, source = read_config(folder)      config.json -> ModelConfig, and config.json as a dict
+    read = open_weights(folder, cfg)       name -> tensor; one tensor is in memory at a time
+    cfg = with_rope("yarn:4", cfg)         --rope-scaling: reach 4 times as many positions
+    export(folder, cfg, read, ...)         config.json, safetensors, tokenizer, license
 
-Our matrices are fused, theirs are not: qkv holds the rows of q_proj, k_proj and v_proj one after
-the other, gate_up those of gate_proj and up_proj (the table _HF).
+    model = load_model(folder)             all of an import at once, on the CPU in float32
 
-Left out: other architectures than those of _FAMILIES; weights in pickles, which may run code;
-exports for transformers 4, which would read an export without its rotary base and scaling.
+Some of our matrices hold several of theirs, one below the other. Example: layer 0 of llama3-8b,
+which has 32 heads and 8 K/V heads of 128 features:
+
+    ours                      theirs, in model.layers.0                    rows of ours
+    blocks.0.qkv.weight       self_attn.q_proj.weight     4096 x 4096          0 ..  4095
+    6144 x 4096               self_attn.k_proj.weight     1024 x 4096       4096 ..  5119
+                              self_attn.v_proj.weight     1024 x 4096       5120 ..  6143
+    blocks.0.gate_up.weight   mlp.gate_proj.weight       14336 x 4096          0 .. 14335
+    28672 x 4096              mlp.up_proj.weight         14336 x 4096      14336 .. 28671
+
+So an import concatenates the rows of theirs, and an export splits ours (parts_of). HF_NAMES lists
+all names. A fork that adds a weight adds a row there, if one of the FAMILIES has such a weight.
+
+Left out:
+    - Architectures that are not in FAMILIES.
+    - Weights in pickles, because reading a pickle may run code.
+    - Exports for transformers 4. It would ignore the rotary base and scaling of an export.
 """
 
 import json
@@ -36,10 +51,12 @@ from ranks import on_rank_0
 
 # ---------------------------------------------------------------------------- names and keys
 
-_HF = {  # our weight: theirs, whose rows follow one another in it
+# our weight -> their names for it. Several names: ours holds their rows, one below the other
+HF_NAMES = {
     "embed": "model.embed_tokens",
     "norm": "model.norm",
     "head": "lm_head",
+    # of a layer: in their files a name begins with model.layers.LAYER.
     "norm1": "input_layernorm",
     "norm2": "post_attention_layernorm",
     "qkv": "self_attn.q_proj self_attn.k_proj self_attn.v_proj",
@@ -50,7 +67,9 @@ _HF = {  # our weight: theirs, whose rows follow one another in it
     "gate_up": "mlp.gate_proj mlp.up_proj",
     "down": "mlp.down_proj",
 }
-_HF_KEYS = {  # our field: its key in config.json
+
+# field of ModelConfig -> its key in config.json
+CONFIG_KEYS = {
     "vocab": "vocab_size",
     "dim": "hidden_size",
     "layers": "num_hidden_layers",
@@ -61,30 +80,40 @@ _HF_KEYS = {  # our field: its key in config.json
     "tied": "tie_word_embeddings",
     "head_dim": "head_dim",
 }
-_FAMILIES = {  # of transformers: our fields that it implies; from scratch, the first that fits
+
+# model_type of transformers -> the fields of ModelConfig that it implies, for which config.json has
+# no key. A model from scratch is exported as the first family that computes the same
+FAMILIES = {
     "qwen2": {"qkv_bias": True},
     "qwen3": {"qk_norm": True},
     "llama": {},
     "mistral": {},
 }
-_FIXED = {
+
+# key of config.json -> the only value that this project computes
+REQUIRED_VALUES = {
     "hidden_act": "silu",
     "attention_bias": False,
-    "mlp_bias": False,  # all that is built
+    "mlp_bias": False,
     "quantization_config": None,
     "is_heterogeneous": False,
 }
-_BESIDE = (
+
+# tokenizer and license files, which an export copies
+COMPANION_FILES = (
     r"tokenizer.*|(special_tokens_map|added_tokens|vocab|tekken|generation_config)\.json"
     r"|merges\.txt|chat_template.*|(LICENSE|NOTICE|USE_POLICY).*"
-)  # goes along
+)
 
-# ---------------------------------------------------------------------------- in
+# ---------------------------------------------------------------------------- import
 
 
 def read_config(folder: str) -> tuple[ModelConfig, dict]:
-    """Return the model of a folder's config.json, and all that this says, as transformers completes
-    it. Raises ValueError for what is not built."""
+    """Read a folder's config.json. Return its model, and its keys as a dict.
+
+    The dict is called `source` everywhere. It also has the keys that transformers fills in. Raises
+    ValueError for an architecture or a value that this project does not compute.
+    """
     from transformers import AutoConfig
 
     path = Path(folder) / "config.json"
@@ -93,18 +122,19 @@ def read_config(folder: str) -> tuple[ModelConfig, dict]:
             f"--init hf:{folder}: there is no {path}; `hf download NAME --local-dir "
             "DIR` makes a folder for --init hf:DIR"
         )
+
     try:
         config = AutoConfig.from_pretrained(
             own_file(path, path.parent).parent, local_files_only=True, trust_remote_code=False
         )
         source = json.loads(config.to_json_string())
         return model_of(source), source
-    except Exception as e:  # its errors have no class of their own
-        raise ValueError(f"{path} cannot be read or is not built: {e}") from e
+    except Exception as e:  # transformers' errors have no class of their own
+        raise ValueError(f"--init hf:{folder}: {path} cannot be imported: {e}") from e
 
 
 def model_of(source: dict) -> ModelConfig:
-    """Return the model of what an import's config.json said. Raises ValueError."""
+    """Return the model that an import's config.json describes. Raises ValueError."""
     try:
         return _model_of(source)
     except ValueError:
@@ -114,115 +144,181 @@ def model_of(source: dict) -> ModelConfig:
 
 
 def _model_of(source: dict) -> ModelConfig:
+    """Do the work of model_of. May raise transformers' own errors, too."""
     from transformers import AutoConfig
 
     config = AutoConfig.for_model(**source)
-    if config.model_type not in _FAMILIES:
+    if config.model_type not in FAMILIES:
         raise ValueError(
-            f"model_type is {config.model_type!r}; one of {', '.join(_FAMILIES)} is built"
+            f"model_type is {config.model_type!r}; only {', '.join(FAMILIES)} are supported"
         )
-    for key, only in _FIXED.items():
-        if getattr(config, key, only) != only:
-            raise ValueError(f"{key} is {getattr(config, key)!r}; only {only!r} is built")
+    for key, required in REQUIRED_VALUES.items():
+        value = getattr(config, key, required)
+        if value != required:
+            raise ValueError(f"{key} is {value!r}; only {required!r} is supported")
+
+    # frequencies do not depend on "type", an older name of rope_type, nor on "finetuned"
     rope = {
         key: value
         for key, value in config.rope_parameters.items()
         if value is not None and key not in ("type", "finetuned")
-    }  # no frequency reads these
+    }
     theta = rope.pop("rope_theta")
     kind = rope["rope_type"]
-    if unknown := rope.keys() - {"rope_type", *ROPE_KEYS.get(kind, ()), *ROPE_OPTIONS}:
-        raise ValueError(f"rope_parameters of type {kind!r} with {sorted(unknown)} are not built")
-    reach = config.max_position_embeddings
-    if kind == "yarn":  # whether or not the file says it
-        reach = round(rope["original_max_position_embeddings"] * rope["factor"])
-    keys = {"head_dim": config.hidden_size // config.num_attention_heads} | config.to_dict()
+    supported = {"rope_type", *ROPE_KEYS.get(kind, ()), *ROPE_OPTIONS}
+    unknown = rope.keys() - supported
+    if unknown:
+        raise ValueError(
+            f"rope_parameters of type {kind!r} with {sorted(unknown)} are not supported"
+        )
+
+    max_positions = config.max_position_embeddings
+    if kind == "yarn":  # whether or not max_position_embeddings says so
+        max_positions = round(rope["original_max_position_embeddings"] * rope["factor"])
+
+    default_head_dim = config.hidden_size // config.num_attention_heads
+    values = {"head_dim": default_head_dim} | config.to_dict()
     return ModelConfig(
-        **{ours: keys[key] for ours, key in _HF_KEYS.items()},
-        **_FAMILIES[config.model_type],
-        max_positions=reach,
+        **{field: values[key] for field, key in CONFIG_KEYS.items()},
+        **FAMILIES[config.model_type],
+        max_positions=max_positions,
         rope_theta=theta,
         rope_scaling={} if kind == "default" else rope,
     )
 
 
 def sliding_window(source: dict) -> int:
-    """Return how many tokens a token attends to, itself among them, in layers with a sliding window
-    of an import; 0: no layer has one. source: of read_config, or {}."""
-    slides = source.get("model_type") == "mistral" or "sliding_attention" in source.get(
-        "layer_types", []
-    )
-    return slides and source["sliding_window"] or 0
+    """Return how many tokens a token attends to, including itself, in an import's layers with a
+    sliding window. Return 0 if no layer has a window, and for {}, a model from scratch."""
+    in_all_layers = source.get("model_type") == "mistral"
+    in_some_layers = "sliding_attention" in source.get("layer_types", [])
+    if not in_all_layers and not in_some_layers:
+        return 0
+    return source["sliding_window"] or 0  # null: this Mistral has none
 
 
 def parts_of(cfg: ModelConfig) -> dict[str, dict[str, tuple]]:
-    """Return {our weight: {their weight: its shape}}. Raises ValueError if _HF lacks one."""
-    with torch.device("meta"):
+    """Return {our name: {their name: its shape}}, theirs in the order of their rows in ours.
+
+    Example: blocks.0.qkv.weight of llama3-8b -> model.layers.0.self_attn.q_proj.weight: (4096,
+    4096), ...k_proj.weight: (1024, 4096), ...v_proj.weight: (1024, 4096).
+
+    Raises ValueError if HF_NAMES has no name for a weight.
+    """
+    with torch.device("meta"):  # no memory, and no random numbers
         shapes = LLaMA(cfg).shapes
+
     parts = {}
-    kv = cfg.kv_heads * cfg.head_dim
-    for name, (rows, *cols) in shapes.items():
-        *layer, leaf, _ = name.split(".")
-        if leaf not in _HF:
+    kv_rows = cfg.kv_heads * cfg.head_dim
+    for name, (rows, *other_dims) in shapes.items():
+        *layer, weight, _ = name.split(".")  # "blocks", "0", "qkv", "weight", or "norm", "weight"
+        if weight not in HF_NAMES:
             raise ValueError(
-                f"{name}: Hugging Face's files have no {leaf!r}, only {', '.join(_HF)} (hf._HF)"
+                f"{name}: Hugging Face's files have no {weight!r}. hf.HF_NAMES has names for "
+                f"{', '.join(HF_NAMES)}. Add a row there, if a family of hf.FAMILIES has it"
             )
         prefix = f"model.layers.{layer[1]}." if layer else ""
-        suffix = "bias" if leaf == "qkv_bias" else "weight"
-        theirs = _HF[leaf].split()
-        counts = len(theirs) * [rows // len(theirs)]
-        if len(theirs) == 3:
-            counts = [rows - 2 * kv, kv, kv]
+        suffix = "bias" if weight == "qkv_bias" else "weight"
+
+        their_names = HF_NAMES[weight].split()
+        if len(their_names) == 3:  # q, k and v
+            row_counts = [rows - 2 * kv_rows, kv_rows, kv_rows]
+        else:  # one name, or gate and up, which are equally large
+            row_counts = [rows // len(their_names)] * len(their_names)
+
         parts[name] = {
-            f"{prefix}{part}.{suffix}": (count, *cols) for part, count in zip(theirs, counts)
+            f"{prefix}{part}.{suffix}": (count, *other_dims)
+            for part, count in zip(their_names, row_counts)
         }
     return parts
 
 
 def open_weights(folder: str, cfg: ModelConfig) -> Callable[[str], Tensor]:
-    """Check all files, names, dtypes and shapes against cfg; return name -> tensor, read when it is
-    called.
+    """Check that a folder has exactly the weights of cfg. Return a function: our name -> tensor.
 
-    So no more than one tensor is in memory at a time. Raises ValueError naming what is missing,
-    truncated, misshapen or left over; a read raises it for what is not finite.
+    The function reads a tensor from disk when it is called, so only one is in memory at a time.
+
+    Raises ValueError if a file is truncated, or if a tensor is missing, left over or of another
+    shape. The function raises ValueError for values that are not finite, and for integers.
     """
-    stored = {}  # their name: the tensor, read when it is taken
-    # where model.safetensors lies beside model-00001-of-... it is what counts, as in transformers
+    # their name -> a handle that reads the tensor when it is indexed. The files are read in
+    # alphabetical order, so model.safetensors replaces what model-00001-of-... says, as in
+    # transformers
+    stored = {}
     for path in sorted(Path(folder).glob("model*.safetensors")):
         try:
             file = safe_open(own_file(path, path.parent), "pt")
             stored |= {
                 part: file.get_slice(part)
                 for part in file.keys()
-                if not part.endswith("rotary_emb.inv_freq")
+                if not part.endswith("rotary_emb.inv_freq")  # old files store the frequencies
             }
-        except Exception as e:  # whatever such a file may hold
-            raise ValueError(f"{path}: weights missing or truncated: {e}") from e
+        except Exception as e:  # such a file may hold anything
+            raise ValueError(
+                f"--init hf:{folder}: {path}: weights missing or truncated: {e}"
+            ) from e
+
     parts = parts_of(cfg)
-    if cfg.tied and "lm_head.weight" not in stored:  # one that is there is the head
+    if cfg.tied and "lm_head.weight" not in stored:  # if it is stored, it is the head
         parts["head.weight"] = parts["embed.weight"]
-    wanted = {part for each in parts.values() for part in each.items()}
-    found = {(part, tuple(tensor.get_shape())) for part, tensor in stored.items()}
-    if wrong := sorted(wanted ^ found):
-        raise ValueError(
-            f"{folder}: {len(wrong)} tensors are in config.json's model alone, or in the weights "
-            f"alone (model*.safetensors): {wrong[:4]}. Pickles are never read, since they may run "
-            'code; convert them: python -c "from transformers import AutoModelForCausalLM as M; '
-            f"M.from_pretrained('{folder}', dtype='auto').save_pretrained('{folder}')\""
-        )
+    check_shapes(
+        folder,
+        expected={part: shape for theirs in parts.values() for part, shape in theirs.items()},
+        found={part: tuple(tensor.get_shape()) for part, tensor in stored.items()},
+    )
 
     def read(name):
-        try:
-            tensors = [stored[part][:] for part in parts[name]]
-        except Exception as e:  # the file has changed since it was opened
-            raise ValueError(f"{folder}: {[*parts[name]]} cannot be read: {e}") from e
-        if not all(tensor.is_floating_point() and is_finite(tensor) for tensor in tensors):
-            raise ValueError(
-                f"{folder}: {[*parts[name]]} has values that are not finite, or no floating point"
-            )
+        tensors = []
+        for part in parts[name]:
+            try:
+                tensor = stored[part][:]
+            except Exception as e:  # the file has changed since it was opened
+                raise ValueError(f"--init hf:{folder}: {part} cannot be read: {e}") from e
+            if not tensor.is_floating_point():
+                raise ValueError(
+                    f"--init hf:{folder}: {part} is of dtype {tensor.dtype}; only floating point "
+                    "is supported"
+                )
+            if not is_finite(tensor):
+                raise ValueError(f"--init hf:{folder}: {part} has values that are not finite")
+            tensors.append(tensor)
         return torch.cat(tensors)
 
     return read
+
+
+def check_shapes(folder: str, expected: dict[str, tuple], found: dict[str, tuple]) -> None:
+    """Raise ValueError unless the tensors in the files are those of config.json's model.
+
+    expected, found: name -> shape. The message counts the tensors that are missing, left over, or
+    of another shape, and names the first four of each kind.
+    """
+    missing = sorted(expected.keys() - found.keys())
+    left_over = sorted(found.keys() - expected.keys())
+    misshapen = [
+        f"{part} ({found[part]}, not {expected[part]})"
+        for part in sorted(expected.keys() & found.keys())
+        if found[part] != expected[part]
+    ]
+
+    problems = []
+    for tensors, problem in (
+        (missing, "missing"),
+        (left_over, "left over, since config.json's model has no place for them"),
+        (misshapen, "of another shape than config.json says"),
+    ):
+        if tensors:
+            dots = ", ..." if len(tensors) > 4 else ""
+            count = "1 tensor is" if len(tensors) == 1 else f"{len(tensors)} tensors are"
+            problems.append(f"{count} {problem}: {', '.join(tensors[:4])}{dots}")
+    if problems:
+        raise ValueError(
+            f"--init hf:{folder}: model*.safetensors and config.json disagree. "
+            f"{'. '.join(problems)}. "
+            "Pickles are never read, since they may run code; convert them: "
+            'python -c "from transformers import AutoModelForCausalLM as M; '
+            f"M.from_pretrained('{folder}', dtype='auto').save_pretrained('{folder}')\""
+        )
 
 
 def load_model(folder: str) -> LLaMA:
@@ -234,152 +330,189 @@ def load_model(folder: str) -> LLaMA:
     return model
 
 
-def with_rope(text, model):
-    """Return the model with a --rope-scaling, and the positions that it reaches. Raises
-    ValueError."""
+def with_rope(text: str, model: ModelConfig) -> ModelConfig:
+    """Return the model with the rotary scaling of --rope-scaling, and with the length it reaches.
+
+    A factor multiplies the one that the model has already. Example: Llama 3.2 was trained with
+    llama3:32, so `llama3:2` gives factor 64 and twice its max_positions. `theta:BASE` replaces only
+    the base. Raises ValueError.
+    """
     if not text:
         return model
-    found = re.fullmatch(rf"(theta|{'|'.join(ROPE_KEYS)}):([1-9]\d*(\.\d*)?)", text)
-    if not found:
+    match = re.fullmatch(rf"(theta|{'|'.join(ROPE_KEYS)}):([1-9]\d*(\.\d*)?)", text)
+    if not match:
         raise ValueError(
-            f"--rope-scaling {text}: linear:FACTOR, llama3:FACTOR, yarn:FACTOR or "
-            "theta:BASE, from 1"
+            f"--rope-scaling {text}: it must be linear:FACTOR, llama3:FACTOR, yarn:FACTOR or "
+            "theta:BASE, with a number of at least 1, as in yarn:4"
         )
-    kind, factor = found[1], float(found[2])
+    kind, factor = match[1], float(match[2])
     if kind == "theta":
         return replace(model, rope_theta=factor)
-    old = model.rope_scaling
-    has = rope_kind(old)
-    if old and has != kind:
+
+    old_scaling = model.rope_scaling
+    old_kind = rope_kind(old_scaling)
+    if old_scaling and old_kind != kind:
         raise ValueError(
-            f"--rope-scaling {text}: its rotary embedding has {has} scaling already; "
-            f"extend it with {has}:FACTOR"
+            f"--rope-scaling {text}: the model's rotary embedding has {old_kind} scaling already; "
+            f"extend it with {old_kind}:FACTOR"
         )
-    fresh = {
-        "factor": 1.0,
-        "original_max_position_embeddings": model.max_positions,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-    }  # Llama 3.1's
-    scaling = {"rope_type": kind} | (old or {key: fresh[key] for key in ROPE_KEYS[kind]})
+
+    if old_scaling:
+        scaling = {"rope_type": kind} | old_scaling
+    else:
+        defaults = {
+            "factor": 1.0,
+            "original_max_position_embeddings": model.max_positions,
+            "low_freq_factor": 1.0,  # Llama 3.1's two values
+            "high_freq_factor": 4.0,
+        }
+        scaling = {"rope_type": kind} | {key: defaults[key] for key in ROPE_KEYS[kind]}
     scaling["factor"] *= factor
-    scaling.pop("attention_factor", None)  # a fixed one was the old factor's
+    scaling.pop("attention_factor", None)  # a value in the file was for the old factor
     return replace(model, rope_scaling=scaling, max_positions=round(model.max_positions * factor))
 
 
-# ---------------------------------------------------------------------------- out
+# ---------------------------------------------------------------------------- export
 
 
 def export_config(cfg: ModelConfig, source: dict, dtype: torch.dtype):
-    """Return the transformers config of an export: of its import's family, else of the first that
-    computes cfg. source: of read_config, or {}; what changes no logits is kept. Raises ValueError
-    if cfg cannot be read from it again, or a weight has no name there: an export would drop a
-    field in silence, or end at its end. The error names the family that lacks the fewest keys."""
+    """Return the transformers config of an export.
+
+    source: the import's config.json (read_config), whose family the export keeps; {}: a model from
+    scratch, which becomes the first family that computes the same. Keys of source that change no
+    logits go along.
+
+    Raises ValueError if a weight has no name in Hugging Face's files, or if reading the config
+    would not give cfg again. Otherwise an export would drop a field in silence, or fail only at its
+    end. The error names the family that lacks the fewest keys.
+    """
     from transformers import AutoConfig
 
     parts_of(cfg)  # raises if a weight has no name there
-    settings = (
-        source
-        | {key: getattr(cfg, ours) for ours, key in _HF_KEYS.items()}
-        | {
-            "max_position_embeddings": cfg.max_positions,
-            "dtype": dtype,
-            "rope_parameters": {"rope_theta": cfg.rope_theta} | cfg.rope_scaling,
-        }
-    )
-    settings.pop("auto_map", None)  # other code
-    missing = {}  # family: our fields that its config.json has no key for
-    for kind in [source["model_type"]] if source else _FAMILIES:
-        settings["model_type"] = kind
-        settings["architectures"] = [f"{kind.capitalize()}ForCausalLM"]
-        read = asdict(model_of(settings))
-        lost = [f"{name}={value!r}" for name, value in asdict(cfg).items() if read[name] != value]
+    settings = dict(source)
+    settings |= {key: getattr(cfg, field) for field, key in CONFIG_KEYS.items()}
+    settings |= {
+        "max_position_embeddings": cfg.max_positions,
+        "dtype": dtype,
+        "rope_parameters": {"rope_theta": cfg.rope_theta} | cfg.rope_scaling,
+    }
+    settings.pop("auto_map", None)  # it names code of the import's own, which does not go along
+
+    families = [source["model_type"]] if source else FAMILIES
+    lost_fields = {}  # family -> our fields that its config.json has no key for
+    for family in families:
+        settings["model_type"] = family
+        settings["architectures"] = [f"{family.capitalize()}ForCausalLM"]
+        read_back = asdict(model_of(settings))
+        lost = [
+            f"{field}={value!r}"
+            for field, value in asdict(cfg).items()
+            if read_back[field] != value
+        ]
         if not lost:
             return AutoConfig.for_model(**settings)
-        missing[kind] = lost
-    nearest = min(missing, key=lambda kind: len(missing[kind]))
+        lost_fields[family] = lost
+
+    nearest = min(lost_fields, key=lambda family: len(lost_fields[family]))
     raise ValueError(
-        f"--export: {nearest}'s config.json has no key for {', '.join(missing[nearest])}; what reads "
-        "it would compute another model"
+        f"--export: {nearest}'s config.json has no key for {', '.join(lost_fields[nearest])}; "
+        "transformers would compute another model from it"
     )
 
 
 def check_export(cfg: ModelConfig, source: dict) -> None:
-    """Raise ValueError unless transformers computes what this model computes.
+    """Raise ValueError unless transformers computes the same logits as this model.
 
-    A small model of the same Block is exported to a temporary folder and loaded by transformers,
-    and the logits are compared. It keeps the number of layers, all flags of the configuration, and
-    positions on both sides of each length that its rotary scaling distinguishes; only widths, head
-    counts and the vocabulary shrink. All weights are random, norms and biases too: first weights
-    would hide a norm that is lost. Not a collective; it takes some seconds, most of them to import
+    A small model is exported to a temporary folder, transformers loads it, and both compute logits
+    for the same tokens. The small model is made of the same Block:
+
+        kept     number of layers, all flags of cfg, rotary scaling; the positions lie on both sides
+                 of each length that the scaling distinguishes
+        shrunk   widths, numbers of heads, vocabulary
+        random   all weights, also norms and biases: their initial values, 1 and 0, would hide a
+                 norm or a bias that the export loses
+
+    Runs on one rank, without collectives. It takes some seconds, most of them to import
     transformers.
     """
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
     logging.disable_progress_bar()
+
+    # a small model with as many K/V heads as heads, if cfg has so, else with half as many
     kv_heads = 4 if cfg.kv_heads == cfg.heads else 2
     small = replace(cfg, vocab=48, dim=32, heads=4, kv_heads=kv_heads, head_dim=16, ffn=40)
-    shrunk = {"pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
-    if source:
-        source = source | shrunk
+    if source:  # special tokens may lie outside the small vocabulary
+        source = source | {"pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
     try:
         model = LLaMA(small).double()
-    except Exception as e:  # whatever a fork's layer may need
+    except Exception as e:  # a fork's layer may need anything
         raise ValueError(
-            f"--export: a small model, which proves that transformers computes the same, cannot be "
-            f"made: {e!r}"
+            "--export: a small model, which would show that transformers computes the same, cannot "
+            f"be made: {e!r}"
         ) from e
+
+    # random weights
     rng = torch.Generator().manual_seed(0)
     for p in model.parameters():
         p.data.normal_(0, 1 / math.sqrt(p.shape[-1]), generator=rng)
-        p.data += float(p.dim() == 1)  # norms near 1, and biases that are large enough to be missed
+        if p.dim() == 1:  # norms near 1, and biases so large that losing one shows
+            p.data += 1.0
     if small.tied:
         model.head.weight.data.copy_(model.embed.weight.data)
+
+    # tokens at positions up to the end of the length that cfg reaches
     trained = cfg.rope_scaling.get("original_max_position_embeddings", cfg.max_positions)
-    reach = cfg.max_positions
-    positions = sorted({0, 1, 2, 7, 50, trained // 2, trained - 1, trained, trained + 1, reach - 1})
-    positions = torch.tensor([p for p in positions if 0 <= p < max(reach, trained + 2)])
+    last = cfg.max_positions - 1
+    positions = {0, 1, 2, 7, 50, trained // 2, trained - 1, trained, trained + 1, last}
+    end = max(cfg.max_positions, trained + 2)
+    positions = torch.tensor([p for p in sorted(positions) if 0 <= p < end])
     tokens = torch.randint(small.vocab, (1, len(positions)), generator=rng)
+
+    # compare the logits
     with tempfile.TemporaryDirectory() as folder:
         folder = Path(folder)
         write_small(folder, model, export_config(small, source, torch.float64))
-        theirs = AutoModelForCausalLM.from_pretrained(
+        exported = AutoModelForCausalLM.from_pretrained(
             folder, dtype=torch.float64, attn_implementation="eager"
         )
     with torch.no_grad():
-        ours = model(tokens, positions=positions)
-        theirs = theirs(tokens, position_ids=positions[None]).logits
-    error = ((ours - theirs).norm() / theirs.norm()).item()
-    if not error < 1e-4:  # transformers computes angles in float32
+        our_logits = model(tokens, positions=positions)
+        their_logits = exported(tokens, position_ids=positions[None]).logits
+    error = ((our_logits - their_logits).norm() / their_logits.norm()).item()
+    if not error < 1e-4:  # transformers computes rotary angles in float32; NaN fails, too
         raise ValueError(
-            f"--export: transformers computes other logits than this model: they differ by "
-            f"{error:.2g} of their size. What has changed here, config.json has no key for. Give "
+            "--export: transformers computes other logits than this model: they differ by "
+            f"{error:.2g} of their size. config.json has no key for what has changed here. Give "
             "ModelConfig a field for it, whose default is what Llama does"
         )
 
 
 def write_small(folder: Path, model: LLaMA, config) -> None:
-    """Write a whole model that lies on the CPU, as `export` writes one that ranks share."""
+    """Write a model that lies on one CPU as `export` writes one whose states ranks share."""
     tensors = {}
     weights = model.state_dict()
     for name, parts in parts_of(model.cfg).items():
-        if not (name == "head.weight" and model.cfg.tied):
-            pieces = weights[name].split([rows for rows, *_ in parts.values()])
-            tensors |= {part: piece.contiguous() for part, piece in zip(parts, pieces)}
+        if name == "head.weight" and model.cfg.tied:
+            continue  # the embedding stands for it
+        pieces = weights[name].split([rows for rows, *_ in parts.values()])
+        tensors |= {part: piece.contiguous() for part, piece in zip(parts, pieces)}
     write_tensors(tensors, folder / "model.safetensors", {"format": "pt"})
     config.save_pretrained(folder)
 
 
-def files_beside(folders: list[Path]) -> list[Path]:
-    """Return the tokenizer and license files of folders, which an export copies. If two folders
-    have a file of the same name, the last folder's is used. Raises OSError for a link that leads
-    out of its folder (own_file), since an export would publish the file that it leads to, and for
-    what is no regular file."""
-    found = {}
+def companion_files(folders: list[Path]) -> list[Path]:
+    """Return the tokenizer and license files of folders, which an export copies.
+
+    If two folders have a file of the same name, the later folder's is used. Raises OSError for what
+    is no regular file, and for a link that leads out of its folder (own_file), because an export
+    would publish the file that the link leads to.
+    """
+    found = {}  # name -> path
     for folder in folders:
         for file in sorted(folder.glob("*")):
-            if re.fullmatch(_BESIDE, file.name) and not file.is_dir():
+            if re.fullmatch(COMPANION_FILES, file.name) and not file.is_dir():
                 found[file.name] = own_file(file, folder)
     return [*found.values()]
 
@@ -387,52 +520,69 @@ def files_beside(folders: list[Path]) -> list[Path]:
 def export(
     folder: Path,
     cfg: ModelConfig,
-    read: Callable[[str], Tensor],
+    full_param: Callable[[str], Tensor],
     dtype: torch.dtype,
     source: dict,
-    beside: list[Path],
+    companion_folders: list[Path],
     group: dist.ProcessGroup | None = None,
 ) -> None:
-    """Write config.json and safetensors, file by file, all of them or none, and print the family.
+    """Write a model as a Hugging Face folder and print its family. A collective of all ranks.
 
-    read(name) -> the whole tensor, on all ranks together; group: as in Saver. An imported tied head
-    that still equals the embedding is tied again. source: of read_config of the import, or {}.
-    beside: folders whose tokenizer and license go along. Raises ConfigError. A collective.
+    full_param          our name -> the full tensor; called on all ranks together
+    dtype               of the stored weights
+    source              the import's config.json, from read_config; {} for a model from scratch
+    companion_folders   folders whose tokenizer and license go along
+    group               patient_group(), since writing may take rank 0 longer than --timeout
+
+    The files appear all at once or not at all: they are written to folder/partial and move up when
+    they are complete. Raises ConfigError.
     """
-    partial = folder / "partial"  # its files move up when all are there
-    tied = cfg.tied and torch.equal(read("embed.weight"), read("head.weight"))
+    partial = folder / "partial"
+
+    # an imported tied head is tied again if training has left it equal to the embedding
+    tied = cfg.tied and torch.equal(full_param("embed.weight"), full_param("head.weight"))
     config = export_config(replace(cfg, tied=tied), source, dtype)
+    on_rank_0(fresh_folder, partial, group=group)
+
+    parts = parts_of(cfg)
+    if tied:
+        del parts["head.weight"]
+
+    # which weights go into which file
+    sizes = {}  # our name -> bytes
+    for name, theirs in parts.items():
+        elements = sum(math.prod(shape) for shape in theirs.values())
+        sizes[name] = dtype.itemsize * elements
+    files = pack(sizes)
+
+    # all ranks gather a weight; rank 0 collects the weights of a file and writes it
+    weight_map = {}  # their name -> file
+    for i, names in enumerate(files, 1):
+        file = f"model-{i:05d}-of-{len(files):05d}.safetensors"
+        tensors = {}  # their name -> tensor; empty on the remaining ranks
+        for name in names:
+            full = full_param(name)
+            if dist.get_rank() == 0:
+                row_counts = [rows for rows, *_ in parts[name].values()]
+                pieces = full.to("cpu", dtype).split(row_counts)
+                tensors |= zip(parts[name], pieces)
+        on_rank_0(write_tensors, tensors, partial / file, {"format": "pt"}, group=group)
+        weight_map |= dict.fromkeys(tensors, file)
 
     def finish():
-        index = json.dumps({"metadata": {}, "weight_map": places})
+        index = json.dumps({"metadata": {}, "weight_map": weight_map})
         (partial / "model.safetensors.index.json").write_text(index)
         config.save_pretrained(partial)
-        for other in beside:
+
+        for other in companion_folders:
             if not other.is_dir():
                 print(f"{other} is not there any more: its tokenizer and license are not exported")
-        for file in files_beside(beside):
+        for file in companion_files(companion_folders):
             shutil.copy(file, partial)
+
         for file in partial.iterdir():
             file.rename(folder / file.name)
         partial.rmdir()
         print(f"exported {folder}: {config.model_type}")
 
-    on_rank_0(fresh_folder, partial, group=group)
-    parts = parts_of(cfg)
-    if tied:
-        del parts["head.weight"]
-    files = pack(
-        {name: dtype.itemsize * sum(map(math.prod, each.values())) for name, each in parts.items()}
-    )
-    places = {}  # their name: file
-    for i, names in enumerate(files, 1):
-        file = f"model-{i:05d}-of-{len(files):05d}.safetensors"
-        tensors = {}
-        for name in names:
-            whole = read(name)
-            if dist.get_rank() == 0:
-                pieces = whole.to("cpu", dtype).split([rows for rows, *_ in parts[name].values()])
-                tensors |= zip(parts[name], pieces)
-        on_rank_0(write_tensors, tensors, partial / file, {"format": "pt"}, group=group)
-        places |= dict.fromkeys(tensors, file)
     on_rank_0(finish, group=group)

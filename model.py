@@ -180,7 +180,7 @@ class Block(nn.Module):
 
     Weights. A large weight is a Matrix, which is sharded; a small one is a Vector. Their arguments
     say how a fresh weight is initialised. Define matrices in the order of their use, because they
-    are gathered in this order. hf._HF has the weights' names in Hugging Face's files.
+    are gathered in this order. hf.HF_NAMES has the weights' names in Hugging Face's files.
 
     What pre and post may do. They may use any operator of PyTorch's that works on each token
     separately and draws no random numbers, since they may run again in backward.
@@ -205,7 +205,8 @@ class Block(nn.Module):
         here: gate_up       stays, (2F, C)              Matrix(cfg.ffn, cfg.dim, cut="rows"), (F, C)
         here: end of post   project(down, GEGLU, ...)   project(down, GELU, ...)
         hf.py               "hidden_act": "gelu", in    none: no family that hf.py knows has such a
-                            _FIXED and export_config    layer, so imports and exports are refused
+                            REQUIRED_VALUES and         layer, so imports and exports are refused
+                            export_config
         costs.py (seconds)  the SwiGLU rows of the tables above layer_tensors, and gate_up's width
         test_all.py         the same change in PlainLayer, with which the tests compare a model
     """

@@ -493,7 +493,7 @@ def check_folders(cfg: Config, model: ModelConfig, source: dict) -> None:
             "Drop --export"
         )
     hf.export_config(model, source, torch.float32)
-    hf.files_beside(companion_folders(cfg))
+    hf.companion_files(companion_folders(cfg))
 
 
 def choose_plans(

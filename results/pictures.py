@@ -1,10 +1,12 @@
-"""Draw the pictures of both README.md, as PNG files of 1800 pixels' width, read at 900.
+"""Draw the pictures of README.md and results/README.md from results files.
 
-    mfu          causal MFU and memory by length, from rows of results files
-    predict      errors of predictions, from the same
-    timeline     what runs on the streams of a GPU, from a trace of torch.profiler
+    draw_mfu            mfu.png         causal MFU and memory by length: ours beside FSDP2
+    draw_predictions    predict.png     errors of the planner's seconds and GiB, in percent
+    draw_timeline       timeline.png    which kernels run on which stream of a GPU, by
+                                        torch.profiler
 
-`python results/report.py` calls these; the same files give the same pictures, to the byte.
+`python results/report.py` calls these functions. The same files give the same pictures, to the
+byte. A picture is 1800 pixels wide and is shown at 900.
 """
 
 import gzip
@@ -33,13 +35,18 @@ plt.rcParams.update(
 
 
 def save(fig, path: Path) -> None:
+    """Write a figure as PNG, without Matplotlib's version in it, and close it."""
     fig.savefig(path, facecolor="white", metadata={"Software": None})
     plt.close(fig)
 
 
 def draw_mfu(path: Path, ours: dict[int, dict], peers: dict[int, dict]) -> None:
-    """Draw causal MFU by tokens of a sequence: one bar per row of a results file, with the GPU's
-    memory in it, and the bound of our rows, where it was measured, above them."""
+    """Draw causal MFU by length, two bars per length: ours and the peer's.
+
+    ours, peers: tokens -> row of a results file (report.long_rows). A bar has the GPU's memory in
+    it, and a peer's also the last word of its label. A black line above two bars is our row's
+    bound, where it was measured.
+    """
     fig, ax = plt.subplots(figsize=(9, 3.6))
     for i, (seq, row) in enumerate(ours.items()):
         if row["bound_ratio"]:
@@ -75,6 +82,7 @@ def draw_mfu(path: Path, ours: dict[int, dict], peers: dict[int, dict]) -> None:
     save(fig, path)
 
 
+# what was known of a row when it was predicted -> marker, color, addition to the legend
 ELSEWHERE = "network or kernel not measured"
 MARKERS = {
     "seen before": ("o", BLUE, ""),
@@ -84,22 +92,23 @@ MARKERS = {
 
 
 def draw_predictions(path: Path, rows: list[dict]) -> None:
-    """Draw the errors of predicted seconds and GiB of a step, in percent, by what was measured."""
+    """Draw the errors of predictions in percent, over what was measured: seconds of a step on the
+    left, GiB of a GPU on the right. rows: report.predicted_rows."""
     fig, axes = plt.subplots(1, 2, figsize=(9, 3.2))
     for ax, measured, predicted, title, scale in (
         (axes[0], "step_s", "now_s", "seconds of a step", "log"),
         (axes[1], "gpu_gib", "now_gib", "GiB of a GPU", "linear"),
     ):
-        for kind, (marker, color, how) in MARKERS.items():
-            points = [r for r in rows if r["kind"] == kind]
-            errors = [100 * (r[predicted] / r[measured] - 1) for r in points]
+        for kind, (marker, color, addition) in MARKERS.items():
+            rows_of_kind = [row for row in rows if row["kind"] == kind]
+            errors = [100 * (row[predicted] / row[measured] - 1) for row in rows_of_kind]
             ax.plot(
-                [r[measured] for r in points],
+                [row[measured] for row in rows_of_kind],
                 errors,
                 marker,
                 color=color,
                 markersize=4,
-                label=kind + how,
+                label=kind + addition,
             )
         ax.axhspan(-5, 5, color="0.92", zorder=0, label="within 5%")
         ax.axhline(0, color=GREY, linewidth=1, zorder=0)
@@ -111,31 +120,38 @@ def draw_predictions(path: Path, rows: list[dict]) -> None:
     save(fig, path)
 
 
-KINDS = (
+# part of a kernel's name, its text in the legend, its color. The first part that fits counts
+KERNELS = (
     ("flash", "attention", RED),
     ("nvjet", "matrix product", BLUE),
     ("AllGather", "all-gather of weights", GREEN),
     ("ReduceScatter", "reduce-scatter of gradients", ORANGE),
     ("", "norm, rotary, SwiGLU, copies", GREY),
 )
+# part of a kernel's name -> the stream that it runs on, by which a stream is recognised. The order
+# is that of the lines, from bottom to top
 STREAMS = (("ReduceScatter", "grad_scatter"), ("AllGather", "param_gather"), ("flash", "compute"))
 
 
 def read_trace(path: Path) -> list[tuple[str, str, float, float]]:
-    """Return what ran on the GPU's streams of STREAMS, in their order, of each in order: the
-    stream, the kernel, start and duration in ms. A stream is named by the first of STREAMS that
-    runs on it."""
+    """Return (stream, kernel, start in ms, duration in ms) of all that ran on a GPU's STREAMS.
+
+    They are ordered by stream, and by time within a stream. A trace has only numbers for streams:
+    the first kernel that fits one of STREAMS names the stream on which it ran.
+    """
     with gzip.open(path) as f:
         events = json.load(f)["traceEvents"]
     events = [e for e in events if e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
     events.sort(key=lambda e: e["ts"])
-    names = {}
+
+    names = {}  # the trace's number of a stream -> its name
     for e in events:
         for part, name in STREAMS:
             if part in e["name"]:
                 names.setdefault(e["tid"], name)
+
     return [
-        (stream, e["name"], e["ts"] / 1e3, e["dur"] / 1e3)
+        (stream, e["name"], e["ts"] / 1e3, e["dur"] / 1e3)  # from us
         for _, stream in STREAMS
         for e in events
         if names.get(e["tid"]) == stream
@@ -143,12 +159,16 @@ def read_trace(path: Path) -> list[tuple[str, str, float, float]]:
 
 
 def draw_timeline(path: Path, trace: Path, title: str) -> None:
-    """Draw what runs between the attention of two layers of 32, forward and backward, in the
-    trace's second step: a line for each stream."""
+    """Draw two layers' worth of a step, a line per stream: forward above, backward below.
+
+    The trace has two steps of a model of 32 layers, and the second step is drawn. Each half begins
+    at one layer's attention and ends at the attention of the second layer after it.
+    """
     events = read_trace(trace)
+    # when attention starts: 32 times forward and 32 times backward per step
     attention = [start for _, name, start, ms in events if "flash" in name and ms > 0.2]
     fig, axes = plt.subplots(2, 1, figsize=(9, 5))
-    for ax, name, first in (  # attentions before it, 32 a pass: two passes a step
+    for ax, name, first in (  # first: the index in `attention` where the half begins
         (axes[0], "forward, from layer 10's attention to layer 12's", 64 + 10),
         (axes[1], "backward, from layer 12's attention to layer 10's", 96 + 32 - 13),
     ):
@@ -156,7 +176,7 @@ def draw_timeline(path: Path, trace: Path, title: str) -> None:
         for stream, kernel, start, ms in events:
             if start + ms < left or start > right:
                 continue
-            color = next(color for part, _, color in KINDS if part in kernel)
+            color = next(color for part, _, color in KERNELS if part in kernel)
             ax.barh(
                 stream,
                 width=ms,
@@ -170,8 +190,8 @@ def draw_timeline(path: Path, trace: Path, title: str) -> None:
         ax.tick_params(axis="y", length=0)
     fig.suptitle(title, x=0.01, ha="left", fontsize=10)
     fig.legend(
-        [Patch(color=color) for *_, color in KINDS],
-        [text for _, text, _ in KINDS],
+        [Patch(color=color) for *_, color in KERNELS],
+        [text for _, text, _ in KERNELS],
         loc="upper center",
         bbox_to_anchor=(0.5, 0.955),
         ncol=5,

@@ -1,14 +1,24 @@
-"""What does the planner predict for machines that others have measured?
+"""Compare the planner's predictions with results that papers have published.
 
-    python results/scale.py      write scale.json, the tables of report.py's section on scale
+    python results/scale.py      write scale.json: the tables of results/README.md, "Scale"
 
-Published results (AMSP, Memo, InternEvo) stand beside what the planner predicts for the same
-question, on profiles/a800.json, which was put together from papers, data sheets and other people's
-measurements: each number has its source there, and what nobody published is marked as assumed. No
-number is chosen so that a paper's result comes out.
+For each published result of AMSP, Memo and InternEvo, the planner answers the same question on
+profiles/a800.json. That profile was put together from papers, data sheets and other people's
+measurements. Each of its numbers has a source there, and a number that nobody has published is
+marked as assumed. No number is chosen so that a paper's result comes out.
 
-Left out: DeepSpeed's and Megatron's own costs. A named strategy is its factors in this project's
-schedule, without the overlaps that AMSP (section VI-C) says it lacks.
+    choices     papers' sharding factors beside the planner's best, in seconds and GiB
+    table_5     AMSP's table V: tokens per GPU and second, by overlap and micro-batches
+    figures     AMSP's figures 11 and 12: MFU of four systems on 8 to 1024 GPUs
+    memo        Memo's table 3 and figure 12(b): causal MFU by length and GPUs
+    fits        no paper: the longest sequences that fit GPUs of 24, 80 and 141 GB
+
+Example, of table_5: 7B with all overlaps and one micro-batch on 64 GPUs. The row says "predicted /
+published" TGS, and 3,525 was published.
+
+Left out: costs that only DeepSpeed or Megatron has. A named strategy, such as ZeRO-3, is its
+sharding factors in this project's schedule, without the overlaps that AMSP (section VI-C) says it
+lacks.
 """
 
 import bisect
@@ -27,35 +37,54 @@ from streams import GIB
 
 # ---------------------------------------------------------------------------- what was published
 
-PAPER_MODELS = {  # AMSP's 30B is InternEvo's: 60 x 6144, which its MFU and TGS imply together
+PAPER_MODELS = {
     "7b": MODELS["7b"],
     "13b": MODELS["13b"],
+    # AMSP's 30B is InternEvo's, 60 x 6144: its MFU and TGS together imply this size
     "30b": ModelConfig(32000, 6144, 60, 48, 48, 16384),
 }
 RECOMPUTE = {"7b": "none", "13b": "none", "30b": "full"}  # AMSP, section VI
-CHOICES = {  # table IV
+CHOICES = {  # AMSP, table IV
     "7b": {"p": 1, "g": 1, "os": 8},
     "13b": {"p": 4, "g": 4, "os": 8},
     "30b": {"p": 8, "g": 8, "os": 32},
 }
-OVERLAPS = {  # AMSP, table V
+OVERLAPS = {  # AMSP, table V: name of the row -> --overlap
     "all overlaps": "param_gather,grad_scatter,grad_reduce,param_broadcast",
     "without broadcast": "param_gather,grad_scatter,grad_reduce",
     "and without all-reduce": "param_gather,grad_scatter",
     "none": "none",
 }
-TABLE_5 = {  # TGS on 64 GPUs with 1, 2, 4, 8 micro-batches, in the order of OVERLAPS
-    "7b": "3525 4119 4416 4503  3346 3991 4329 4438  2812 3609 4070 4286  2812 3609 4070 4286",
-    "13b": "1918 2082 2183 2230  1895 1920 2160 2184  1630 1782 2033 2126  1527 1552 1608 1666",
-    "30b": "825 856 872 880  759 814 847 859  651 740 814 842  557 654 678 719",
+MICRO_BATCHES = (1, 2, 4, 8)
+TABLE_5 = {  # TGS on 64 GPUs: a row for each of OVERLAPS, a column for each of MICRO_BATCHES
+    "7b": [
+        [3525, 4119, 4416, 4503],
+        [3346, 3991, 4329, 4438],
+        [2812, 3609, 4070, 4286],
+        [2812, 3609, 4070, 4286],
+    ],
+    "13b": [
+        [1918, 2082, 2183, 2230],
+        [1895, 1920, 2160, 2184],
+        [1630, 1782, 2033, 2126],
+        [1527, 1552, 1608, 1666],
+    ],
+    "30b": [
+        [825, 856, 872, 880],
+        [759, 814, 847, 859],
+        [651, 740, 814, 842],
+        [557, 654, 678, 719],
+    ],
 }
-SYSTEMS = {  # of figures 11 and 12: strategy, overlaps (of DeepSpeed's: section VI-C)
+SYSTEMS = {  # of figures 11 and 12: --strategy, --overlap. DeepSpeed's overlaps: section VI-C
     "ours": ("", OVERLAPS["without broadcast"]),
     "ZeRO-1": ("zero1", OVERLAPS["without broadcast"]),
     "ZeRO-3": ("zero3", "param_gather,grad_reduce"),
     "MiCS": ("mics:8", "param_gather,grad_reduce"),
 }
-FIGURE_11 = {  # MFU in %; at 1024 GPUs section VI-B, at 8 "63 to 64", at 32 "around 40"
+# "model system GPUs" -> MFU in %. The numbers for 1024 GPUs are from section VI-B. For 8 GPUs the
+# paper says "63 to 64", for 32 GPUs "around 40"
+FIGURE_11 = {
     "7b ours 8": 63.5,
     "7b ZeRO-1 8": 63.5,
     "7b ours 1024": 51,
@@ -70,7 +99,9 @@ FIGURE_11 = {  # MFU in %; at 1024 GPUs section VI-B, at 8 "63 to 64", at 32 "ar
     "30b ours 1024": 42,
     "30b MiCS 1024": 29,
 }
-MEMO = {  # causal MFU of 7B in % by GPUs, thousand tokens: table 3; figure 12(b) says "over 50 %"
+# "GPUs thousands-of-tokens" -> causal MFU of 7B in %, from Memo's table 3. Of more than 8 GPUs
+# figure 12(b) says only "over 50 %"
+MEMO = {
     "8 64": "52.3",
     "8 128": "51.0",
     "8 256": "53.6",
@@ -89,7 +120,8 @@ MEMO = {  # causal MFU of 7B in % by GPUs, thousand tokens: table 3; figure 12(b
 
 
 def a800s(gpus: int) -> Hardware:
-    """Return that many A800s, 80 GB each, and their hosts, to plan with as planner.py does."""
+    """Return A800s of 80 GB with their hosts, as a cluster to plan for. As in planner.py, a plan
+    may use GPU_SHARE of a GPU's memory and 7/8 of a host's."""
     profile = load_profile("a800")
     return Hardware(
         gpus,
@@ -101,7 +133,7 @@ def a800s(gpus: int) -> Hardware:
 
 
 def best_plan(model: ModelConfig, gpus: int, **flags) -> Plan | None:
-    """Return the planner's first choice on A800s, None if nothing fits or flags are illegal."""
+    """Return the planner's first choice on A800s, or None if nothing fits or flags are illegal."""
     try:
         return planner.plan(Constraints(**flags), model, a800s(gpus))[0]
     except ValueError:
@@ -109,6 +141,8 @@ def best_plan(model: ModelConfig, gpus: int, **flags) -> Plan | None:
 
 
 def amsp_flags(name: str, sequences: int) -> dict:
+    """Return the flags of AMSP's experiments: data parallelism only, with micro-batches of one
+    sequence of 4,096 tokens, and `sequences` of them per step."""
     return {
         "seq": 4096,
         "batch": sequences,
@@ -120,46 +154,54 @@ def amsp_flags(name: str, sequences: int) -> dict:
 
 
 def choices() -> list[dict]:
-    """Return the papers' choices beside the model's best under the same restrictions."""
-    asked = []
+    """Return the papers' choices beside the planner's best under the same restrictions."""
+    questions = []  # text, model, GPUs, flags, the paper's choice
     for gpus in (1024, 64):
         for name, choice in CHOICES.items():
-            asked.append((f"AMSP {name}", PAPER_MODELS[name], gpus, amsp_flags(name, 1024), choice))
+            questions.append(
+                (f"AMSP {name}", PAPER_MODELS[name], gpus, amsp_flags(name, 1024), choice)
+            )
     flags = {"seq": 2**18, "batch": 16, "os_place": "gpu"}
-    theirs = {"p": 4, "g": 4, "os": 8, "sp": 32, "ring": 1, "recompute": "none"}
+    interns_choice = {"p": 4, "g": 4, "os": 8, "sp": 32, "ring": 1, "recompute": "none"}
     for text, recompute in (("layers whole", "none"), ("layers may swap", "auto")):
-        asked.append(
-            (f"InternEvo 7b, {text}", MODELS["7b"], 128, flags | {"recompute": recompute}, theirs)
-        )
+        flags_here = flags | {"recompute": recompute}
+        questions.append((f"InternEvo 7b, {text}", MODELS["7b"], 128, flags_here, interns_choice))
+
     rows = []
-    for text, model, gpus, flags, choice in asked:
-        paper, best = (
-            best_plan(model, gpus, os_layout="inter", **flags | more) for more in (choice, {})
-        )
+    for text, model, gpus, flags, choice in questions:
+        paper = best_plan(model, gpus, os_layout="inter", **flags | choice)
+        best = best_plan(model, gpus, os_layout="inter", **flags)
         row = {"setting": text, "GPUs": f"{gpus}"}
         for whose, plan in (("the paper's", paper), ("the model's best", best)):
             words = planner.choices(plan)
-            keeps, *_ = words["layers keep"].split(",")
+            layers_keep, *_ = words["layers keep"].split(",")
             row |= {
                 f"{whose} p,g,os": words["p,g,os"].split()[0],
-                f"sp, layers of {whose}": f"{words['sp']}, {keeps}",
+                f"sp, layers of {whose}": f"{words['sp']}, {layers_keep}",
                 f"seconds of {whose}": f"{plan.step_s:.4g}",
                 f"GiB of {whose}": f"{plan.gpu_bytes / GIB:.1f}",
             }
-        rows.append(row | {"the paper's takes": f"{paper.step_s / best.step_s - 1:+.1%}"})
+        row["the paper's takes"] = f"{paper.step_s / best.step_s - 1:+.1%}"
+        rows.append(row)
     return rows
 
 
+def micro_batch_seconds(tgs: list[float]) -> float:
+    """Return the seconds of one more micro-batch of 4,096 tokens. tgs: a value for each of
+    MICRO_BATCHES, of which the first and the last are compared."""
+    first_s = 4096 * MICRO_BATCHES[0] / tgs[0]
+    last_s = 4096 * MICRO_BATCHES[-1] / tgs[-1]
+    return (last_s - first_s) / (MICRO_BATCHES[-1] - MICRO_BATCHES[0])
+
+
 def table_5() -> list[dict]:
-    """Return TGS of AMSP's choices on 64 GPUs, by overlap and micro-batches, predicted / published,
-    and the seconds of a further micro-batch."""
+    """Return TGS of AMSP's choices on 64 GPUs, predicted / published, by overlap and micro-batches,
+    and the seconds of one more micro-batch."""
     rows = []
     for name, choice in CHOICES.items():
-        published = map(int, TABLE_5[name].split())
-        for overlaps, flag in OVERLAPS.items():
-            row = {"model": name, "overlaps": overlaps}
-            pairs = []
-            for micro_batches in (1, 2, 4, 8):
+        for (overlaps, flag), published in zip(OVERLAPS.items(), TABLE_5[name]):
+            predicted = []
+            for micro_batches in MICRO_BATCHES:
                 plan = best_plan(
                     PAPER_MODELS[name],
                     64,
@@ -168,90 +210,110 @@ def table_5() -> list[dict]:
                     **choice,
                     **amsp_flags(name, 64 * micro_batches),
                 )
-                pairs.append((1 / plan.token_s, next(published)))
-                row[f"M = {micro_batches}"] = " / ".join(f"{each:,.0f}" for each in pairs[-1])
-            row["micro-batch s"] = " / ".join(
-                f"{4096 * (8 / last - 1 / first) / 7:.2f}" for first, *_, last in zip(*pairs)
-            )
+                predicted.append(1 / plan.token_s)
+
+            row = {"model": name, "overlaps": overlaps}
+            for micro_batches, ours, theirs in zip(MICRO_BATCHES, predicted, published):
+                row[f"M = {micro_batches}"] = f"{ours:,.0f} / {theirs:,}"
+            ours_s, theirs_s = micro_batch_seconds(predicted), micro_batch_seconds(published)
+            row["micro-batch s"] = f"{ours_s:.2f} / {theirs_s:.2f}"
             rows.append(row)
     return rows
 
 
+def megatron_flops(model: ModelConfig) -> float:
+    """Return the FLOPs per token by Megatron's formula, by which AMSP counts MFU. It does not halve
+    attention: 72 L C^2 (1 + T / 6C + V / 12LC), with T = 4,096 tokens."""
+    width, layers = model.dim, model.layers
+    factor = 1 + 4096 / (6 * width) + model.vocab / (12 * layers * width)
+    return 72 * layers * width**2 * factor
+
+
 def figures() -> list[dict]:
-    """Return MFU of systems on 8 to 1024 GPUs, 4M tokens a step, predicted / published. AMSP counts
-    FLOPs by Megatron's formula, attention not halved."""
+    """Return MFU of systems on 8 to 1024 GPUs, predicted / published, with 4M tokens per step."""
+    peak_flops = 312e12  # of an A800, per second
     rows = []
     for name, model in PAPER_MODELS.items():
-        width, layers = model.dim, model.layers
-        share = 1 + 4096 / (6 * width) + model.vocab / (12 * layers * width)
-        flops = 72 * layers * width**2 * share
+        flops = megatron_flops(model)
         for system, (strategy, overlap) in SYSTEMS.items():
-            row = {"model": name, "system": system}
             if (name, system) == ("30b", "MiCS"):
-                strategy = "mics:16"  # table IV
+                strategy = "mics:16"  # AMSP, table IV
+            row = {"model": name, "system": system}
             for gpus in (8, 16, 32, 64, 128, 256, 512, 1024):
                 plan = best_plan(
                     model, gpus, strategy=strategy, overlap=overlap, **amsp_flags(name, 1024)
                 )
-                mfu = f"{100 * flops / plan.token_s / 312e12:.1f}" if plan else "does not fit"
+                text = "does not fit"
+                if plan:
+                    text = f"{100 * flops / plan.token_s / peak_flops:.1f}"
                 published = FIGURE_11.get(f"{name} {system} {gpus}")
-                row[f"{gpus}"] = mfu + (f" / **{published}**" if published else "")
+                if published:
+                    text += f" / **{published}**"
+                row[f"{gpus}"] = text
             rows.append(row)
     return rows
 
 
 def memo() -> list[dict]:
-    """Return the causal MFU of 7B by length on 8 GPUs, and at 128K tokens a GPU on more, predicted
-    / published."""
+    """Return the causal MFU of 7B, predicted / published: on 8 GPUs by length, and on more GPUs
+    with 128K tokens per GPU."""
     rows = []
     for question, published in MEMO.items():
-        gpus, kilo = map(int, question.split())
-        plan = best_plan(MODELS["7b"], gpus, seq=kilo * 1024, os_place="gpu")
+        gpus, kilo_tokens = map(int, question.split())
+        plan = best_plan(MODELS["7b"], gpus, seq=kilo_tokens * 1024, os_place="gpu")
         words = planner.choices(plan)
-        found = planner.figures(plan, a800s(gpus))
+        predicted = planner.figures(plan, a800s(gpus))
         rows.append(
             {
                 "GPUs": f"{gpus}",
-                "tokens": f"{kilo:,}K",
+                "tokens": f"{kilo_tokens:,}K",
                 "sp": f"{words['sp']}, rings of {words['ring']}",
                 "layers keep": words["layers keep"],
-                "host GiB a node": f"{found['host_gib']:.0f}",
-                "causal MFU": f"{100 * found['mfu_causal']:.1f} / **{published}**",
+                "host GiB a node": f"{predicted['host_gib']:.0f}",
+                "causal MFU": f"{100 * predicted['mfu_causal']:.1f} / **{published}**",
             }
         )
     return rows
 
 
-MEMORY = {"24 GB": 24.0, "80 GB": 79.2, "141 GB": 139.8}  # GiB of a GPU, as CUDA says it
-HOST = {1: 112, 2: 224, 8: 490}  # GPUs: GiB of host memory that they may use
+GPU_GIB = {"24 GB": 24.0, "80 GB": 79.2, "141 GB": 139.8}  # GPU -> its GiB, as CUDA reports them
+HOST_GIB = {1: 112, 2: 224, 8: 490}  # GPUs -> GiB of host memory that they may use together
 
 
 def longest(model: ModelConfig, hardware: Hardware) -> int:
-    """Return the most tokens of one sequence over all ranks that fit, in steps of 16K a rank; 0 if
-    not even one step does."""
+    """Return the length of the longest sequence over all ranks that fits, in steps of 16K tokens
+    per rank. Return 0 if not even one step fits."""
     step = hardware.ranks * 2**14
 
-    def too_long(count: int) -> bool:
-        asked = Constraints(count * step, batch=1, sp=hardware.ranks)
-        return not planner.fits(asked, model, hardware)
+    def too_long(steps: int) -> bool:
+        question = Constraints(steps * step, batch=1, sp=hardware.ranks)
+        return not planner.fits(question, model, hardware)
 
-    return step * (bisect.bisect_left(range(2**14), True, lo=1, key=too_long) - 1)
+    # bisect_left finds the first number of steps that is too long
+    first_too_long = bisect.bisect_left(range(2**14), True, lo=1, key=too_long)
+    return step * (first_too_long - 1)
 
 
 def fits() -> list[dict]:
-    """Return the longest sequences that fit GPUs of 24, 80 and 141 GB, in those of h200x8's
-    place."""
+    """Return the longest sequences that fit GPUs of 24, 80 and 141 GB. All of them are planned as
+    GPUs of profile h200x8 with another memory."""
     rows = []
-    for ranks, host in HOST.items():
-        row = {"GPUs": f"{ranks}, {host} GiB of the host"}
-        for memory, gib in MEMORY.items():
-            here = Hardware(
-                ranks, ranks, load_profile("h200x8"), GPU_SHARE * gib * GIB, host * GIB / ranks
+    for ranks, host_gib in HOST_GIB.items():
+        row = {"GPUs": f"{ranks}, {host_gib} GiB of the host"}
+        for gpu, gpu_gib in GPU_GIB.items():
+            hardware = Hardware(
+                ranks,
+                ranks,
+                load_profile("h200x8"),
+                GPU_SHARE * gpu_gib * GIB,
+                host_gib * GIB / ranks,
             )
-            found = {name: longest(MODELS[name], here) for name in ("1b", "7b", "llama3-8b")}
-            row[memory] = (
-                ", ".join(f"{name} {seq // 1024:,}K" for name, seq in found.items() if seq) or "-"
-            )
+            lengths = []
+            for name in ("1b", "7b", "llama3-8b"):
+                tokens = longest(MODELS[name], hardware)
+                if tokens:
+                    lengths.append(f"{name} {tokens // 1024:,}K")
+            row[gpu] = ", ".join(lengths) or "-"
         rows.append(row)
     return rows
 

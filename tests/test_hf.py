@@ -200,9 +200,13 @@ def test_hf_exports_what_computes_it(changes, kind, message, tmp_path, group):
 @parametrize(
     "key, value, message",
     [
-        ("hidden_act", "gelu", "hidden_act is 'gelu'; only 'silu' is built"),
-        ("attention_bias", True, "attention_bias is True; only False is built"),
-        ("partial_rotary_factor", 0.5, "'default' with .'partial_rotary_factor'. are not built"),
+        ("hidden_act", "gelu", "hidden_act is 'gelu'; only 'silu' is supported"),
+        ("attention_bias", True, "attention_bias is True; only False is supported"),
+        (
+            "partial_rotary_factor",
+            0.5,
+            "'default' with .'partial_rotary_factor'. are not supported",
+        ),
         ("hidden_size", "64", "'hidden_size' expected int, got str"),
         ("num_key_value_heads", 3, "kv_heads is 3, which does not divide the 4 heads; nearest: 2"),
         ("rope_parameters", [1], "'rope_parameters' with value .1."),
@@ -210,13 +214,13 @@ def test_hf_exports_what_computes_it(changes, kind, message, tmp_path, group):
         (
             "rope_parameters",
             {"rope_type": "yarn", "factor": 2.0, "truncate": False},
-            "'yarn' with .'truncate'. are not built",
+            "'yarn' with .'truncate'. are not supported",
         ),
     ],
 )
 def test_hf_keys_that_are_not_built_are_refused(key, value, message, tmp_path):
-    """A key of config.json that asks for what is not built is refused with its value. Catches a key
-    that is passed over, and a model that computes something else."""
+    """A key of config.json that asks for what is not supported is refused with its value. Catches a
+    key that is passed over, and a model that computes something else."""
     hf_model(tmp_path)
     hf_edit(tmp_path, **{key: value})
     with raises(ValueError, match=message):
