@@ -1504,7 +1504,7 @@ if __name__ == "__main__":
         sys.exit("train.py: interrupted. All saved checkpoints are whole: continue with --resume")
     except torch.OutOfMemoryError as e:
         sys.exit(
-            f"train.py: out of GPU memory: {e}\nThe line '... of a device' above says what was "
+            f"train.py: out of GPU memory: {e}\nThe table 'memory of plan 1' above says what was "
             "planned. Shorten --seq, lower --micro-batch, --chunk, --alpha or --resident-layers, "
             "or take more GPUs or a larger --sp. All saved checkpoints are whole: continue with "
             "--resume"

@@ -14,6 +14,7 @@ schedule, without the overlaps that AMSP (section VI-C) says it lacks.
 import bisect
 import json
 import sys
+from dataclasses import astuple
 from pathlib import Path
 
 HERE = Path(__file__).parent
@@ -108,6 +109,21 @@ def best_plan(model: ModelConfig, gpus: int, **flags) -> Plan | None:
         return None
 
 
+def layers_keep(plan: Plan) -> str:
+    """Return what layers keep, in as few words as a table's column has room for."""
+    kept = plan.activations
+    text = "all"
+    if kept and kept.kept_chunks < kept.layers * kept.chunks:
+        text = f"k={kept.resident} alpha={kept.alpha:.2f}"
+    if kept and kept.chunks > 1:
+        text += f", chunks of {plan.chunk:,}"
+    if kept and kept.stride > 1:
+        text += f", inputs of one in {kept.stride}"
+    if kept and kept.layers_recomputing_attention:
+        text += f", attention twice in {kept.layers_recomputing_attention}"
+    return text
+
+
 def amsp_flags(name: str, sequences: int) -> dict:
     return {
         "seq": 4096,
@@ -138,11 +154,10 @@ def choices() -> list[dict]:
         )
         row = {"setting": text, "GPUs": f"{gpus}"}
         for whose, plan in (("the paper's", paper), ("the model's best", best)):
-            words = planner.choices(plan)
-            keeps, *_ = words["layers keep"].split(",")
+            keeps, *_ = layers_keep(plan).split(",")
             row |= {
-                f"{whose} p,g,os": words["p,g,os"].split()[0],
-                f"sp, layers of {whose}": f"{words['sp']}, {keeps}",
+                f"{whose} p,g,os": "{},{},{}".format(*astuple(plan.factors)),
+                f"sp, layers of {whose}": f"{plan.sp}, {keeps}",
                 f"seconds of {whose}": f"{plan.step_s:.4g}",
                 f"GiB of {whose}": f"{plan.gpu_bytes / GIB:.1f}",
             }
@@ -207,14 +222,13 @@ def memo() -> list[dict]:
     for question, published in MEMO.items():
         gpus, kilo = map(int, question.split())
         plan = best_plan(MODELS["7b"], gpus, seq=kilo * 1024, os_place="gpu")
-        words = planner.choices(plan)
         found = planner.figures(plan, a800s(gpus))
         rows.append(
             {
                 "GPUs": f"{gpus}",
                 "tokens": f"{kilo:,}K",
-                "sp": f"{words['sp']}, rings of {words['ring']}",
-                "layers keep": words["layers keep"],
+                "sp": f"{plan.sp}, rings of {plan.ring}",
+                "layers keep": layers_keep(plan),
                 "host GiB a node": f"{found['host_gib']:.0f}",
                 "causal MFU": f"{100 * found['mfu_causal']:.1f} / **{published}**",
             }
