@@ -621,11 +621,10 @@ def sequence_choices(c, plan, exhaustive=False):
 
     def why_not(sp, ring):
         head_ranks = max(1, sp // ring)
-        if ranks % sp or c.seq % (sp * plan.tp):
-            return (
-                f"sequence parallelism must divide {ranks} GPUs, and --seq {c.seq} must be a "
-                f"multiple of sp x tp = {sp} x {plan.tp}"
-            )
+        if ranks % sp:
+            return f"sequence parallelism must divide {ranks} GPUs"
+        if c.seq % (sp * plan.tp):
+            return f"--seq {c.seq} must be a multiple of sp x tp = {sp} x {plan.tp}"
         if ring > 1 and needs_heads:
             return f"{needs_heads} cannot run around a ring. It takes --ring 1"
         if sp % ring or kv_heads % head_ranks:
@@ -1509,8 +1508,8 @@ def describe_plans(plans: list[Plan], hardware: Hardware) -> str:
             row["MFU full"] = f"{numbers['mfu_full']:.1%}"
         row |= {
             "tokens per day": f"{numbers['tokens_a_day']:,.0f}",
-            "per GPU": in_unit(plan.gpu_bytes),
-            "host, per node": in_unit(plan.host_bytes * plan.per_node),
+            "GPU memory": in_unit(plan.gpu_bytes),
+            "host memory per node": in_unit(plan.host_bytes * plan.per_node),
             "choices": in_words(plan, plans[0]) or "as above",
         }
         rows.append(row)
@@ -1615,8 +1614,8 @@ def describe(c, hardware, plans, best_plans):
     command. plans: all that were priced and fit. best_plans: those to print."""
     profile, best = hardware.profile, best_plans[0]
     lines = [
-        f"model: {c.model}, {param_count(best.model) / 1e9:.2f} billion parameters; {best.batch} x "
-        f"{best.seq:,} tokens per step",
+        f"model: {c.model}, {param_count(best.model):,} parameters; {best.batch} x {best.seq:,} "
+        "tokens per step",
         f"hardware: {hardware.ranks} x {profile.device}, {hardware.per_node} per node; to plan "
         f"with: {in_unit(hardware.gpu_budget)} per GPU, "
         f"{in_unit(hardware.host_budget * hardware.per_node)} of host memory per node",

@@ -52,7 +52,7 @@ REFUSED = [
     # ---- flags that this model, these ranks or this memory cannot have
     ("train.py --document-token 256", "--document-token 256: .*vocabulary ends at token 255"),
     ("train.py --micro-batch 4", "--micro-batch 4: .* 6 sequences .* --micro-batch 3, .* 6$"),
-    ("train.py --head-groups 4", "a rank's 6 query heads .*; legal .* 3, --head-groups 6$"),
+    ("train.py --head-groups 4", "a rank's 6 query heads .* legal .* 3, --head-groups 6$"),
     (
         "train.py --resident-layers 5",
         "--resident-layers 5: a virtual stage has 4 layers; at most 4",
