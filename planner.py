@@ -1,39 +1,59 @@
-"""Which factors? How many ranks share a sequence, how states are sharded, how many sequences run at
-once, and what layers keep: by predicted time and counted bytes.
+"""Choose the fastest plan of a training step that fits memory.
 
-    python planner.py --model 7b --ranks 8 --seq 1M --batch 1 --cluster h200x8
-    plan(constraints, model, hardware) -> [Plan]        best first, a pure function
+A plan says how many GPUs share a sequence (sp) and a ring of it, how many groups heads have, how
+sequences form micro-batches, how model states are sharded (p, g, os), and which activations layers
+keep, swap or recompute. costs.py predicts a plan's seconds and counts its bytes. The planner takes
 
-Constraints are what the flags of a command say, None where they leave it open. Each degree of a
-plan is a function of SHAPE or `states`, which lists its legal values, and says of one that is not
-why, and which are near. costs.py says what a plan takes,
+    min  seconds of a step / its tokens
+         GPU bytes <= memory of a GPU,  host bytes <= host memory per rank
 
-    least  seconds of a step / its tokens     subject to  bytes <= memory of a GPU, of the host
+(AMSP's problem, section IV, with InternEvo's degrees of freedom and Memo's activations). Flags fix
+what they name, and leave the rest to the planner. No GPU is needed:
 
-(AMSP, section IV, with InternEvo's degrees and Memo's activations). What has one best answer is a
-rule (RULES), the rest loops: over shapes of the computation, those that compute fastest first, and
-for each over states, by the seconds of a step that recomputes nothing; what layers keep is planned
-last (`plan_activations`), and what can be no better than what is found is left out (`late`).
+    python planner.py --model 7b --ranks 4 --seq 1M --batch 1 --cluster h200x8
+    plan(constraints, model, hardware) -> [Plan]        # best first, a pure function
 
-The search has two stages. The usual values of each degree are priced first: a few head groups,
-chunks of 16K and 8K tokens. All other values that a flag could ask for follow, as far as they could
-still be faster, so that a flag given by hand finds nothing better (within the tie below).
+The command prints, among other things (some columns and rows are left out):
 
-Ties, within 0.2 %, go to fewer stages and columns, no need of host memory, fewer ranks a sequence,
-micro-batches near 8K tokens, states on the GPU, fewer shards (`preference`). Nodes are put in an
-order in which few bytes cross the spine of a cluster's switches (`place_nodes`; AMSP, section V-D).
+    choice                      value                   why
+    GPUs per sequence (sp)      4                       the only legal value with --batch 1
+    head groups                 8                       fastest; more groups need less memory
+    shards of model states      p=1 g=1 os=2 intra      fastest; on a tie on the GPU, then the ...
+    activations                 8 of 32 layers resident, alpha=0.05, chunks of 16,384 tokens
 
-With tp columns of layers and a pipeline of pp stages, states and sequences are shared by the R =
-ranks / (tp pp) ranks of one stage and column, per_node / tp of them in a node. What a stage's
-layers keep is planned for one micro-batch through its largest part, with the memory of the stage
-that has the least for it, over what is in flight there.
+    427.3 s per step, 613 tokens per GPU per second, 53.6% MFU causal, 132.7 GiB per GPU
 
-Left out: other plans of what layers keep for other stages.
+What --batch 1 forces: 4 / sp data-parallel groups share the sequences of a step equally, and one
+sequence is not divisible by 4 or 2 groups. So sp 1 and 2 are illegal, and sp is 4. With --batch 4
+all three are legal, and sp 4 still wins: it takes 1710 s per step, sp 2 1807 s and sp 1 2147 s. A
+GPU holds a quarter of a sequence with sp 4, but a half or all of it with sp 2 or 1. Their
+activations do not fit as they are: 2 layers in 3 drop their inputs, and with sp 2 attention runs
+twice in 6 of 32 layers, with sp 1 in 30.
 
-Legend: M micro-batches a step and rank, N tokens of one on a rank, p, g, os shards of parameters,
-gradients and optimizer states, sp ranks that share a sequence; tp columns of layers, pp stages of a
-pipeline, pp_chunks parts of the model on one; of what layers keep n layers, c chunks of one, k
-resident layers, K kept and S swapped chunks, m layers of which one keeps x, X layers without o.
+How the search works. Each degree of freedom is a function that lists its legal values (SHAPE, and
+state_choices for model states). Their combinations, without the states, are *shapes*. For each
+shape the search compares states, and plan_activations plans what layers keep. A shape is left out
+if a lower bound of its seconds says that it cannot win. There are two rounds:
+
+    usual values    a few head groups, chunks of 16K and 8K tokens, with all states
+    all values      that a flag could ask for, as far as they could still be faster
+
+So a flag set by hand finds nothing faster than the plan without it (within a tie, which is 0.2 %).
+Of plans that tie, `preference` takes the simpler one: fewer stages, no host memory, a smaller sp,
+fewer shards. place_nodes orders the nodes of a cluster so that few bytes cross the spine of its
+switches (AMSP, section V-D).
+
+With tensor parallelism tp and a pipeline of pp stages, the R = ranks / (tp pp) ranks with the same
+stage and tp rank share states and sequences, and per_node / tp of them lie in a node. The
+activation plan is made for a micro-batch's pass through the largest virtual stage. It serves all
+stages, and has the memory of the stage that has the least, divided by the passes in flight there.
+
+Left out: other activation plans for other stages.
+
+Legend: p, g, os sharding factors; sp GPUs per sequence; dp data-parallel groups of sp GPUs each;
+pp_chunks virtual stages per stage. In activation plans: n layers; k resident layers, which copy
+nothing to the host; alpha, the fraction of tokens whose activations the other layers swap; groups
+of m layers, of which one keeps its input x; X layers that drop attention's output o.
 """
 
 import argparse
@@ -56,6 +76,7 @@ from attention import KERNELS, head_group_counts
 from costs import (
     Estimator,
     Plan,
+    ceil_div,
     host_bytes,
     layer_seconds,
     lost_seconds,
@@ -83,16 +104,19 @@ UNITS = {"G": 2**30, "M": 2**20, "K": 2**10, "": 1}
 
 
 def size(text):
-    """Return the number of '4096', '64K' or '1.5M': whole, with binary suffixes."""
+    """Return the whole number that a text such as '4096', '64K' or '1.5M' says. K, M and G are
+    binary."""
     number = re.fullmatch(r"(-?\d{1,18}(?:\.\d{1,18})?)([KMG]?)", text.upper())
-    value = float(number[1]) * UNITS[number[2]] if number else 0.5
-    if value != int(value):
-        raise argparse.ArgumentTypeError(f"{text}: a whole number, as 4096, 64K or 1.5M")
+    value = float(number[1]) * UNITS[number[2]] if number else None
+    if value is None or value != int(value):
+        raise argparse.ArgumentTypeError(
+            f"{text} is not a whole number. Write it as 4096, 64K or 1.5M"
+        )
     return int(value)
 
 
 def in_size(value):
-    """Return a value as `size` reads it, in its largest unit."""
+    """Return a value as text that `size` reads, in the largest unit that leaves a whole number."""
     for letter, unit in UNITS.items():
         if type(value) is int and value and value % unit == 0:
             return f"{value // unit}{letter}"
@@ -100,8 +124,8 @@ def in_size(value):
 
 
 def flag(default, text: str, low: float = 1, high: float = 2**20, among=(), group: str = ""):
-    """Return a field that is a flag: a number between `low` and `high`, or a word of `among`.
-    group: the title of those that begin with it in --help."""
+    """Return a dataclass field that is a flag: a number from `low` to `high`, or a word of `among`.
+    text: its help. group: begins a group of flags with this title in --help."""
     return field(
         default=default,
         metadata={"help": text, "range": (low, high), "among": among, "group": group},
@@ -109,7 +133,8 @@ def flag(default, text: str, low: float = 1, high: float = 2**20, among=(), grou
 
 
 def flags_of(program) -> dict[str, Field]:
-    """Return a dataclass's fields that are flags, by name: its own before those of Constraints."""
+    """Return the fields of a dataclass that are flags, by name. A program's own flags come before
+    those that it inherits from Constraints."""
     flags = {f.name: f for f in fields(program) if f.metadata}
     return {name: flags[name] for name in [*program.__annotations__, *flags] if name in flags}
 
@@ -119,58 +144,60 @@ def flag_name(field_name: str) -> str:
 
 
 def flag_type(f):
-    """Return the function text -> value of a field; auto is None where that is allowed."""
-    kind, *auto = typing.get_args(f.type) or [f.type]
-    if kind is int:
-        kind = size
+    """Return the function that converts a flag's text to its value. If the field may be None, the
+    text `auto` is None."""
+    value_type, *optional = typing.get_args(f.type) or [f.type]
+    if value_type is int:
+        value_type = size
 
     def convert(text):
-        return None if auto and text == "auto" else kind(text)
+        return None if optional and text == "auto" else value_type(text)
 
-    convert.__name__ = kind.__name__  # argparse says "invalid float value"
+    convert.__name__ = value_type.__name__  # argparse says "invalid float value"
     return convert
 
 
 def make_parser(program: type, description: str) -> argparse.ArgumentParser:
-    """Return a parser of a dataclass's flags. What it parses has those alone that a command
+    """Return a parser of a dataclass's flags. Its result has only the flags that a command
     gives."""
     group = parser = argparse.ArgumentParser(
         description=description,
         usage="%(prog)s [flags]",
         allow_abbrev=False,
         argument_default=argparse.SUPPRESS,
-        epilog="Sizes may end in K, M or G, which are binary: 4K is 4096. What is auto is chosen "
-        "by the program, and printed.",
+        epilog="Sizes may end in K, M or G, which are binary: 4K is 4096. If a flag is auto, the "
+        "program chooses its value and prints it.",
     )
     for name, f in flags_of(program).items():
         if f.metadata["group"]:
             group = parser.add_argument_group(f.metadata["group"])
         shown = "" if str(f.default) in ("", "None", "False") else f" ({f.default})"
-        kind = {"help": (f.metadata["help"] + shown).replace("%", "%%")}
+        options = {"help": (f.metadata["help"] + shown).replace("%", "%%")}
         if f.type is bool:
-            kind["action"] = argparse.BooleanOptionalAction
+            options["action"] = argparse.BooleanOptionalAction
         else:
-            convert = kind["type"] = flag_type(f)
-            kind["metavar"] = "|".join(f.metadata["among"]) or convert.__name__.upper()
+            convert = options["type"] = flag_type(f)
+            options["metavar"] = "|".join(f.metadata["among"]) or convert.__name__.upper()
         if name == "resume":
-            kind |= {"nargs": "?", "const": "latest"}
-        group.add_argument(flag_name(name), **kind)
+            options |= {"nargs": "?", "const": "latest"}
+        group.add_argument(flag_name(name), **options)
     return parser
 
 
 def check_values(program) -> None:
-    """Raise ValueError for a number out of its range, a word that is none of its choices, or flags
-    that contradict each other."""
+    """Raise ValueError for a number that is out of range, for an unknown word, and for flags that
+    contradict each other."""
     for name, f in flags_of(program).items():
         value = getattr(program, name)
         among, (low, high) = f.metadata["among"], f.metadata["range"]
-        kinds = typing.get_args(f.type) or (f.type,)
-        if type(value) not in kinds and not (type(value) is int and float in kinds):
-            raise ValueError(f"{flag_name(name)} {value!r}: not of type {f.type}")
+        types = typing.get_args(f.type) or (f.type,)
+        is_legal_type = type(value) in types or (type(value) is int and float in types)
+        if not is_legal_type:
+            raise ValueError(f"{flag_name(name)} {value!r}: the type must be {f.type}")
         if among and value not in among:
-            raise ValueError(f"{flag_name(name)} {value}: one of {', '.join(among)}")
-        if type(value) in (int, float) and not low <= value <= high:  # a NaN is not, either
-            raise ValueError(f"{flag_name(name)} {value}: from {low} to {high}")
+            raise ValueError(f"{flag_name(name)} {value}: choose one of {', '.join(among)}")
+        if type(value) in (int, float) and not low <= value <= high:  # true of NaN, too
+            raise ValueError(f"{flag_name(name)} {value}: choose a value from {low} to {high}")
     by_hand = [
         flag_name(name)
         for name in ("alpha", "resident_layers", "chunk")
@@ -178,87 +205,100 @@ def check_values(program) -> None:
     ]
     if by_hand and program.recompute != "auto":
         raise ValueError(
-            f"{' '.join(by_hand)} and --recompute {program.recompute} say different "
-            "things: drop one"
+            f"{' '.join(by_hand)} and --recompute {program.recompute} contradict each other. Drop "
+            "one of them"
         )
 
 
-OVERLAPS = (*STREAMS, "pipeline")
+OVERLAP_CHOICES = (*STREAMS, "pipeline")
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
 Count = int | None  # None: auto
 
 
 @dataclass(frozen=True)
 class Constraints:
-    """What a command fixes; None, or auto, is open. A program's flags are these and its own."""
+    """The flags that restrict a plan. None, `auto` on the command line, leaves the choice to the
+    planner. The flags of a program are these and its own."""
 
     # fmt: off
-    seq: int = flag(4096, "tokens a sequence", 1, 2**40)
+    seq: int = flag(4096, "Tokens per sequence.", 1, 2**40)
     batch: Count = flag(
-        None, "sequences a step over all ranks; auto: 512K tokens (4K for tiny), or one for each "
-        "rank that may have one of its own; a resumed run keeps its own",
+        None, "Sequences per step, over all GPUs. auto: 512K tokens (4K for tiny), or one sequence "
+        "per data-parallel group if that is more. A resumed run keeps its batch.",
         group="a step and its tokens")
     micro_batch: Count = flag(
-        None, "sequences that run at once on a rank, or on the sp ranks that share them; auto: "
-        "one, or the most within 4K, 8K or 32K tokens a rank, by predicted time")
+        None, "Sequences that run at once on a GPU, or on the sp GPUs that share them. auto: the "
+        "fastest size by predicted time.")
     tokenizer: str = flag(
-        "", "Hugging Face folder whose tokenizer.json makes tokens of text, kept in OUT/tokens")
+        "", "Hugging Face folder whose tokenizer.json turns text into tokens. They are kept in "
+        "OUT/tokens.")
     document_token: Count = flag(
-        None, "id that ends a document, in which attention stays, and behind which no label "
-        "counts; -1: none; auto: what --tokenizer ends texts with, else none", -1, 2**32)
-    attention: str = flag("auto", "kernel: auto, fa4, cudnn, flash, cpu")
-    dtype: str = flag("bf16", "of weights and activations", among=DTYPES)
+        None, "Id of the token that ends a document. Attention stays inside documents, and the "
+        "token after a document's end is no label. -1: none. auto: the token with which "
+        "--tokenizer ends texts, or none without a tokenizer.", -1, 2**32)
+    attention: str = flag("auto", "Attention kernel: auto, fa4, cudnn, flash or cpu.")
+    dtype: str = flag("bf16", "Dtype of parameters and activations.", among=DTYPES)
     p: Count = flag(
-        None, "parameter shards; auto: by predicted time, then the fewest", group="sharding")
-    g: Count = flag(None, "gradient shards, p or os; auto: likewise")
-    os: Count = flag(None, "optimizer state shards, a multiple of p; auto: likewise")
-    strategy: str = flag("", "p, g, os by name: ddp, zero1, zero2, zero3, mics:K, zero1.5:K")
+        None, "Number of parameter shards. auto: the fastest by predicted time, on a tie the "
+        "fewest.", group="sharding")
+    g: Count = flag(None, "Number of gradient shards, equal to p or os. auto: as for --p.")
+    os: Count = flag(None, "Number of optimizer state shards, a multiple of p. auto: as for --p.")
+    strategy: str = flag(
+        "", "Set p, g and os by a name: ddp, zero1, zero2, zero3, mics:K or zero1.5:K.")
     os_layout: str = flag(
-        "auto", "of optimizer states: whole tensors (inter), or each split evenly; auto: intra",
+        "auto", "Layout of optimizer states: a rank owns whole tensors (inter), or each tensor is "
+        "split evenly (intra). auto: intra, if the optimizer allows it.",
         among=("auto", "intra", "inter"))
     os_place: str = flag(
-        "auto", "where optimizer states lie; from the host they visit the GPU under the next "
-        "forward", among=("auto", "gpu", "host"))
+        "auto", "Where optimizer states lie. From the host they visit the GPU during the next "
+        "forward. auto: the faster place that fits, on a tie the GPU.",
+        among=("auto", "gpu", "host"))
     overlap: str = flag(
-        ",".join(OVERLAPS), "what runs under computation, a list, or none: weights before they are "
-        "used, gradients to shards, shards over replicas, new weights to who holds them, states on "
-        "the host, messages between stages")
+        ",".join(OVERLAP_CHOICES), "What overlaps with computation: a list of names, or none. "
+        "param_gather: parameters before their use. grad_scatter: gradients to their shards. "
+        "grad_reduce: sums over replicas. param_broadcast: updated parameters. host_update: "
+        "optimizer states on the host. pipeline: messages between stages.")
     tp: Count = flag(
-        1, "neighbours that share each layer's matrices; auto: searched, by predicted time")
+        1, "Tensor parallelism: neighbouring GPUs that share each layer's matrices. auto: the "
+        "planner searches it.")
     tp_mode: str = flag(
-        "msp", "of them: all have all tokens (mtp), tokens are split between products, and (fsp) "
-        "gathered again in backward", among=("mtp", "msp", "fsp"))
-    pp: Count = flag(1, "stages of a pipeline; auto: searched, by predicted time")
+        "msp", "What these GPUs hold between products. mtp: all tokens. msp: a part of the tokens. "
+        "fsp: a part, which backward gathers again.", among=("mtp", "msp", "fsp"))
+    pp: Count = flag(1, "Stages of a pipeline. auto: the planner searches them.")
     pp_chunks: Count = flag(
-        None, "parts of the model on a stage, interleaved; auto: by predicted time")
+        None, "Virtual stages per stage, which interleave. auto: the fastest by predicted time.")
     sp: Count = flag(
-        None, "ranks that share a sequence; auto: by predicted time", group="sequences over ranks")
+        None, "Sequence parallelism: GPUs that share a sequence. auto: the fastest by predicted "
+        "time, on a tie the fewest.", group="sequence parallelism")
     ring: Count = flag(
-        None, "of them, by context, around which k, v travel; the other sp / ring by heads; auto: "
-        "the fewest")
+        None, "Factor of sp: GPUs around which k and v travel (ring attention). The other factor, "
+        "sp / ring, shares the heads (Ulysses). auto: the fastest by predicted time, on a tie the "
+        "smallest.")
     head_groups: Count = flag(
-        None, "parts of a rank's heads: the next one's all-to-all runs under this one's attention; "
-        "without --sp they save memory; auto: by predicted time")
+        None, "Groups of a GPU's heads. The next group's all-to-all runs during this group's "
+        "attention. With sp 1 groups save memory. auto: the fastest by predicted time.")
     recompute: str = flag(
-        "auto", "layers keep, swap or recompute chunks as planned; keep everything (none); or keep "
-        "their input alone and run again, attention included (full)",
+        "auto", "auto: layers keep, swap or recompute chunks of tokens as planned. none: keep "
+        "everything. full: keep only each layer's input, and run attention again, too.",
         among=("auto", "none", "full"), group="memory")
     chunk: Count = flag(
-        None, "most tokens that a layer runs at once, in equal parts; auto: by predicted time", 1,
-        2**40)
+        None, "The most tokens that a layer runs at once. Chunks are equal. auto: the fastest by "
+        "predicted time.", 1, 2**40)
     alpha: float | None = flag(
-        None, "fraction of tokens whose activations a swapped layer swaps; auto: as planned", 0, 1)
+        None, "Fraction of tokens whose activations a swapped layer swaps (Memo). auto: as "
+        "planned.", 0, 1)
     resident_layers: Count = flag(
-        None, "last layers whose inputs and attention outputs stay on the GPU; auto: as planned", 2)
+        None, "The last layers, whose inputs and attention outputs stay on the GPU. auto: as "
+        "planned.", 2)
     host_memory: Count = flag(
-        None, "bytes of a node (as 400G) for states and activations; auto: what the control group "
-        "or the machine allows, less an eighth", 0, 2**60)
+        None, "Bytes of a node's host memory for model states and activations, such as 400G. auto: "
+        "7/8 of what the control group or the machine allows.", 0, 2**60)
     gpu_memory: Count = flag(
-        None, "bytes of a GPU that may be used (as 80G); auto: all", 2**20, 2**60)
+        None, "Bytes of a GPU that may be used, such as 80G. auto: all.", 2**20, 2**60)
     # fmt: on
     optimizer: str = "adamw"
-    default_tokens: int = 0  # of a step, that are usual; rounded up to a sequence a rank
-    most_sequences: Count = None  # that the data has
+    default_tokens: int = 0  # per step, if --batch is auto; rounded up to a sequence per group
+    most_sequences: Count = None  # sequences that the data has
 
     @property
     def has_documents(self) -> bool:
@@ -269,361 +309,500 @@ class Constraints:
 
     @property
     def overlaps(self) -> tuple[str, ...]:
-        """Return what overlaps. Raises ValueError."""
+        """Return the names in --overlap. Raises ValueError."""
         names = () if self.overlap == "none" else tuple(self.overlap.split(","))
-        if not set(names) <= set(OVERLAPS):
-            raise ValueError(f"--overlap {self.overlap}: a list of {', '.join(OVERLAPS)}, or none")
+        if not set(names) <= set(OVERLAP_CHOICES):
+            raise ValueError(
+                f"--overlap {self.overlap}: choose a list of {', '.join(OVERLAP_CHOICES)}, or none"
+            )
         return names
 
 
 @dataclass(frozen=True)
 class Hardware:
-    """The ranks, and what one of them has."""
+    """The ranks, and the memory and rates of one rank."""
 
     ranks: int
-    per_node: int  # ranks of a node
+    per_node: int  # ranks per node
     profile: Profile
     gpu_budget: float = NO_LIMIT  # bytes of a GPU to plan with
-    host_budget: float = NO_LIMIT  # bytes of host memory of a rank, for states and to swap to
-    kernel: str = "auto"  # the attention kernel that runs; auto: the best that the profile has
-    processor: str = ""  # of the host that launches; empty: the profile's first one
+    host_budget: float = NO_LIMIT  # bytes of host memory per rank, for states and activations
+    kernel: str = "auto"  # the attention kernel that runs; auto: the best one in the profile
+    processor: str = ""  # processor of the host that launches; empty: the profile's first one
 
     @functools.cached_property
     def est(self):
         return Estimator(self.profile, self.kernel, self.processor)
 
 
-GPU_SHARE = 0.95  # of a GPU to plan with: context, communicators and fragments want the rest
+# The planner may use this share of a GPU. CUDA's context, NCCL's communicators and fragments of the
+# allocator take the rest.
+GPU_SHARE = 0.95
 
 
-# ---------------------------------------------------------------------------- what layers keep
+# ---------------------------------------------------------------------------- activations
 
 
 class TooLarge(ValueError):
-    """A step that does not fit."""
+    """No legal plan fits memory."""
 
 
-MOST_STRIDE = 8  # layers of which one keeps its input: a group's are on the GPU together
+MOST_STRIDE = 8  # largest m that is tried. The inputs of a group of m layers share the GPU
 
 
 def whole_chunks(number):
+    """Round down. The small number mends a quotient that float arithmetic made a little too
+    small."""
     return np.floor(number + 1e-9)
 
 
 @functools.lru_cache(maxsize=8)
-def bytes_of_ways(n, layer, resident, swaps):
-    """Return the bytes of a GPU and of the host that each of ways_to_keep needs at least. Plans
-    that differ in model states only ask for the same ones."""
-    m, away, x, _ = ways_to_keep(n, resident, swaps)
-    plans = ActivationPlan(n, 1, n - away, 0, 0, x, m)
+def least_bytes_of_candidates(n, layer, resident, swaps):
+    """Return the GPU bytes and the host bytes that each of `activation_candidates` needs if it
+    keeps and swaps no chunk. The cache serves plans that differ only in model states."""
+    stride, swapped_layers, dropped_outputs, _ = activation_candidates(n, resident, swaps)
+    plans = ActivationPlan(
+        layers=n,
+        chunks=1,
+        resident=n - swapped_layers,
+        layers_recomputing_attention=dropped_outputs,
+        stride=stride,
+    )
     return resident_bytes(plans, layer), host_bytes(plans, layer)
 
 
 @functools.cache
-def ways_to_keep(n, resident, swaps):
-    """Return m, layers that leave and X of all plans that are as asked, and whether they save
-    intermediates."""
-    m, away, x = np.mgrid[1 : MOST_STRIDE + 1, : max(1, n - 1), : n + 1]
-    saves = (m == 1) & (x <= away)
-    asked = (
-        (away % m == 0)
-        & (saves & (away > 0) | (not swaps))
-        & ((n - away == resident) | (not resident))
-    )
-    return [each[asked] for each in (m, away, x, saves)]
+def activation_candidates(n, resident, swaps):
+    """Return four arrays with one entry per candidate for an activation plan of n layers: m, the
+    number n - k of swapped layers, X, and whether the candidate may keep and swap chunks.
+
+    resident: k, if it is set by hand. swaps: whether at least one chunk has to be swapped.
+    """
+    stride, swapped_layers, dropped_outputs = np.mgrid[
+        1 : MOST_STRIDE + 1, : max(1, n - 1), : n + 1
+    ]
+    # a group of several layers keeps no chunk, and resident layers keep none if they drop their o
+    saves_chunks = (stride == 1) & (dropped_outputs <= swapped_layers)
+
+    legal = swapped_layers % stride == 0  # whole groups are swapped
+    if swaps:
+        legal &= saves_chunks & (swapped_layers > 0)
+    if resident:
+        legal &= n - swapped_layers == resident
+    return [each[legal] for each in (stride, swapped_layers, dropped_outputs, saves_chunks)]
 
 
 def plan_activations(
     n, layer, s, chunks, bandwidth, gpu, host, resident=None, alpha=None, busy=0.0
 ):
-    """Return the plan that loses the least time of those that swap as many chunks S as copies hide
-    behind computation, and then keep as many chunks K as have room, and the seconds lost in forward
-    and backward of a micro-batch through one part: of all k, m, X (whole groups of m layers leave)
-    at once. If nothing fits, the plan that needs least, and inf.
+    """Return the activation plan that loses the least time, and the seconds that it loses.
 
-    layer, s: bytes and seconds of one, as costs.skeletal_bytes and LayerSeconds; bandwidth: bytes/s
-    to the host, with all GPUs copying; gpu, host: bytes a rank can give to activations; resident,
-    alpha: set by hand; busy: seconds of a layer's forward in which other things are copied.
+    The seconds are those of one micro-batch through one virtual stage, forward and backward. They
+    count what backward recomputes and what compute waits for copies. If nothing fits, return the
+    plan that needs the least memory, and inf.
 
-        min  seconds recomputed and waited
-             resident_bytes <= gpu,  host_bytes <= host
+        n            layers
+        layer        bytes (x, o with its log-sum-exp, S_others) of a layer: costs.skeletal_bytes
+        s            seconds of a layer: costs.LayerSeconds
+        chunks       chunks of tokens per layer
+        bandwidth    bytes per second to the host, while all GPUs copy
+        gpu, host    bytes that a rank can give to activations
+        resident, alpha    set by hand, or None
+        busy         seconds of a layer's forward in which the link to the host has other copies
 
-    With k = 2, m = 1 that is Memo's rule, to a chunk:
+    Memo (section 4.1) swaps as much as its two constraints allow. All but two layers are swapped:
 
-        max alpha:  (input + attn + alpha*S_others)/bandwidth <= layer_s
-                    (n - 2)*(input + attn + alpha*S_others) <= host
+        max alpha:  (S_input + S_attn + alpha * S_others) / bandwidth <= T_layer
+                    (n - 2) * (S_input + S_attn + alpha * S_others)   <= M_CPU
+
+    Here k, the number of resident layers, is a choice, too, and GPU memory is a third constraint.
+    If x and o do not fit, layers drop them: only one layer in m keeps x, and X layers drop o. For
+    each candidate (k, m, X), the plan swaps as many chunks as all three constraints allow. Then the
+    resident layers keep as many chunks as have room. The candidate that loses the least time wins.
+
+    Example: 4 layers of 4 chunks. x and o take 1 GiB each, a chunk of S_others 2 GiB. A layer's
+    forward takes 1 s, its recomputation 0.3 s. The link to the host carries 5 GiB/s. The GPU has
+    24 GiB, the host 12 GiB. The candidate k = 2 (m = 1, X = 0) swaps x and o of 2 layers:
+
+        GPU          x and o of 2 resident layers and of 2 rounding buffers take 8 GiB, so 16 GiB
+                     are left. 2 chunks per swapped layer fit the buffers: 4 chunks
+        host         x and o take 4 GiB, the other 8 GiB hold 4 chunks
+        bandwidth    2 s of forward hide 10 GiB: x, o and 3 chunks
+        swap         min(4, 4, 3) = 3 chunks, alpha = 3/8
+        keep         16 GiB hold 8 chunks, less 2 buffers of 2 chunks: 4 chunks
+        lost         16 - 3 - 4 = 9 chunks are recomputed: 9/4 * 0.3 s = 0.675 s
+
+    k = 4 needs no rounding buffer, keeps 8 chunks and loses 0.6 s, so k = 4 wins.
     """
-    part = layer[-1] / chunks
-    if alpha is None and resident is None and n * sum(layer) <= gpu:  # everything has room
+    x_bytes, attn_bytes, others_bytes = layer
+    chunk_bytes = others_bytes / chunks  # S_others of one chunk
+
+    set_by_hand = alpha is not None or resident is not None
+    if not set_by_hand and n * sum(layer) <= gpu:  # every layer keeps everything
         return ActivationPlan(n, chunks, n, n * chunks, 0, 0), 0.0
-    m, away, x, saves = ways_to_keep(n, resident, bool(alpha))
-    k = n - away
-    needed, copied = bytes_of_ways(n, layer, resident, bool(alpha))
-    room = gpu - needed
-    # of a layer: in two buffers, and in forward on two of the k layers' room
-    buffered = whole_chunks(np.minimum(2 * room, room + (k - 2) * sum(layer[:2])) / (4 * part))
-    most = np.minimum(
-        whole_chunks((host - copied) / part), saves * away * np.minimum(buffered, chunks)
+
+    # From here on, variables are arrays with one entry per candidate, and so are the fields of
+    # `plans`.
+    swaps = bool(alpha)
+    stride, swapped_layers, dropped_outputs, saves_chunks = activation_candidates(
+        n, resident, swaps
     )
-    hidden = whole_chunks((bandwidth * away * max(0.0, s.forward - busy) - copied) / part)
-    swapped = np.clip(hidden, 0, np.maximum(0, most))
-    if alpha is not None:  # the nearest number of chunks, but some if that is asked for
-        swapped = np.maximum(alpha > 0, np.rint(alpha * chunks * away))
-    feasible = (room >= 0) & (swapped <= most)
-    if alpha is not None and feasible.any():  # of these, the ones that come near what is asked
-        missed = np.abs(swapped / (chunks * np.maximum(1, away)) - alpha)
+    k = n - swapped_layers
+    needed, copied = least_bytes_of_candidates(n, layer, resident, swaps)
+
+    # ---- GPU memory: how many chunks of each layer fit the rounding buffers?
+    #     room = gpu - bytes that the candidate needs without any chunk
+    # In backward two rounding buffers have room for c chunks each:
+    #     2 c chunk_bytes <= room
+    # In forward so do the buffers, and two layers on their way to the host. The resident layers
+    # have not run yet, so of the x and o of k layers only those of two layers are on the GPU:
+    #     4 c chunk_bytes <= room + (k - 2) (x + attn)
+    room = gpu - needed
+    forward_room = room + (k - 2) * (x_bytes + attn_bytes)
+    fit_buffers = whole_chunks(np.minimum(2 * room, forward_room) / (4 * chunk_bytes))
+    fit_gpu = np.where(saves_chunks, swapped_layers * np.minimum(fit_buffers, chunks), 0)
+
+    # ---- host memory: how many chunks of all swapped layers fit beside their x and o?
+    #     copied + chunk_bytes * swapped <= host
+    fit_host = whole_chunks((host - copied) / chunk_bytes)
+    fit_memory = np.minimum(fit_host, fit_gpu)
+
+    # ---- bandwidth: how many chunks does the forward of the swapped layers hide?
+    #     (copied + chunk_bytes * swapped) / bandwidth <= swapped_layers * (T_layer - busy)
+    hidden_bytes = bandwidth * swapped_layers * max(0.0, s.forward - busy)
+    hidden = whole_chunks((hidden_bytes - copied) / chunk_bytes)
+
+    # ---- swap as many chunks as the three constraints allow, or as alpha asks for
+    swapped = np.clip(hidden, 0, np.maximum(0, fit_memory))
+    if alpha is not None:
+        at_least = 1 if alpha > 0 else 0
+        swapped = np.maximum(at_least, np.rint(alpha * chunks * swapped_layers))
+    feasible = (room >= 0) & (swapped <= fit_memory)
+    if alpha is not None and feasible.any():
+        # whole chunks miss alpha by a little: take candidates that miss it by 0.02 at most, or by
+        # the least that is possible
+        missed = np.abs(swapped / (chunks * np.maximum(1, swapped_layers)) - alpha)
         feasible &= missed <= max(0.02, missed[feasible].min())
-    kept = whole_chunks(room / part) - 2 * np.ceil(swapped / np.maximum(1, away))
-    kept = np.clip(kept, 0, feasible * saves * chunks * k)
-    plans = ActivationPlan(n, chunks, k, kept, swapped, x, m)
-    lost = np.where(feasible, sum(lost_seconds(plans, layer, s, bandwidth, busy)), np.inf)
-    at = np.argmin(lost)  # the first, of those that tie: fewer layers are copied
-    if lost[at] == np.inf:
-        at, *_ = np.lexsort((needed, copied > max(0.0, host)))
-    chosen = (int(each[at]) for each in (k, kept, swapped, x, m))
-    return ActivationPlan(n, chunks, *chosen), float(lost[at])
+
+    # ---- the resident layers keep as many chunks as have room beside the rounding buffers
+    #     kept = room / chunk_bytes - 2 * (chunks of a swapped layer, rounded up)
+    per_swapped_layer = np.ceil(swapped / np.maximum(1, swapped_layers))
+    kept = whole_chunks(room / chunk_bytes) - 2 * per_swapped_layer
+    kept = np.clip(kept, 0, np.where(feasible & saves_chunks, chunks * k, 0))
+
+    # ---- the candidate that loses the least time
+    plans = ActivationPlan(n, chunks, k, kept, swapped, dropped_outputs, stride)
+    recomputed_s, waited_s = lost_seconds(plans, layer, s, bandwidth, busy)
+    lost = np.where(feasible, recomputed_s + waited_s, np.inf)
+    best = np.argmin(lost)  # on a tie the first: the smallest m, then the fewest swapped layers
+    if lost[best] == np.inf:  # nothing fits: what fits the host comes first, then the least bytes
+        best, *_ = np.lexsort((needed, copied > max(0.0, host)))
+    chosen = (int(each[best]) for each in (k, kept, swapped, dropped_outputs, stride))
+    return ActivationPlan(n, chunks, *chosen), float(lost[best])
 
 
-# ---------------------------------------------------------------------------- which plan
+# ---------------------------------------------------------------------------- legal choices
+
+# Each function below is a degree of freedom. It takes constraints and a plan, and lists its legal
+# choices as changes to the plan: the usual ones, or, if `exhaustive`, all that a flag could ask
+# for. It raises ValueError if there is none. To add a degree, add a function to SHAPE.
+
+REASONS = {}  # choice -> why the search takes it, where no flag sets it. Each is beside its degree
 
 
-# A degree is a function of constraints and a plan that yields, as changes to it, its legal choices:
-# the usual ones, or with `every` all that could be asked for by hand.
+def round_up(a, b):
+    """Return the smallest multiple of b that is at least a."""
+    return ceil_div(a, b) * b
 
 
-def legal(c, names, every, why_not):
-    """Return the values of flags, of `every`, that are as asked and break no rule. Raises
-    ValueError with the rule that what is asked breaks, and the legal values that are near."""
-    every = [values for values in every if not why_not(*values)]
+def legal_choices(c, names, candidates, why_not):
+    """Return the candidates that break no rule and agree with the flags, as dicts name -> value.
+
+    candidates: tuples of values of the flags `names`. why_not(*values): the broken rule, or a false
+    value. Raises ValueError with the rule that the flags break, and the nearest legal choices.
+    """
+    legal = [values for values in candidates if not why_not(*values)]
     asked = [getattr(c, name) for name in names]
-    found = [
+    agreeing = [
         dict(zip(names, values))
-        for values in every
-        if all(want in (None, value) for want, value in zip(asked, values))
+        for values in legal
+        if all(wish in (None, value) for wish, value in zip(asked, values))
     ]
-    if not found:
-        wish = [want or 1 for want in asked]
-        every.sort(key=lambda values: math.dist(values, wish))
-        said, *near = [
-            " ".join(f"{flag_name(name)} {value}" for name, value in zip(names, values))
-            for values in (wish, *sorted(every[:4]))
-        ]
-        raise ValueError(
-            f"{said}: {why_not(*wish)}; legal here: "
-            f"{', '.join(near) or 'none by these flags alone'}"
-        )
-    return found
+    if agreeing:
+        return agreeing
+
+    def as_flags(values):
+        return " ".join(f"{flag_name(name)} {value}" for name, value in zip(names, values))
+
+    asked = [wish or 1 for wish in asked]
+    nearest = sorted(sorted(legal, key=lambda values: math.dist(values, asked))[:4])
+    advice = ", ".join(map(as_flags, nearest)) or "none, unless other flags change, too"
+    raise ValueError(f"{as_flags(asked)}: {why_not(*asked)}. Nearest legal choices: {advice}")
 
 
-def columns(c, plan, every=False):
-    """Columns of a layer's matrices are neighbours in a node, each with as many heads and
-    features."""
+REASONS["tp"] = "fastest; on a tie the fewest GPUs"
+
+
+def tensor_parallel_choices(c, plan, exhaustive=False):
+    """List the numbers of GPUs that may share a layer's matrices. They are neighbours in a node,
+    and each has equally many heads and features."""
     model, per_node = plan.model, plan.per_node
     shared = math.gcd(per_node, model.heads, model.kv_heads, model.ffn)
-    return legal(
-        c,
-        ["tp"],
-        zip(divisors(per_node)),
-        lambda tp: (
-            shared % tp
-            and (
-                f"it must divide {per_node} GPUs of a node, {model.heads} heads, {model.kv_heads} "
-                f"key/value heads, {model.ffn} features"
+
+    def why_not(tp):
+        if shared % tp:
+            return (
+                f"tensor parallelism must divide the {per_node} GPUs of a node, {model.heads} "
+                f"heads, {model.kv_heads} key/value heads and {model.ffn} features"
             )
-        ),
-    )
+
+    return legal_choices(c, ["tp"], zip(divisors(per_node)), why_not)
 
 
-def stages(c, plan, every=False):
-    """Stages of a pipeline have whole nodes or lie within one, and some parts of the model each."""
+REASONS["pp"] = "fastest; on a tie the fewest stages"
+
+
+def pipeline_choices(c, plan, exhaustive=False):
+    """List the numbers of stages, and of virtual stages on each. A stage is whole nodes, or an
+    equal part of one node."""
     ranks, per_node, layers = plan.ranks, plan.per_node, plan.model.layers
 
-    def why_not(pp, parts):
-        of_stage = ranks // pp
-        if ranks % pp or of_stage % plan.tp or of_stage % per_node * (per_node % of_stage):
-            return (
-                f"{ranks} ranks, {per_node} a node, are not so many stages of whole nodes, or of "
-                f"equal parts of one, in columns of {plan.tp}"
-            )
-        if pp * parts > layers or pp == 1 < parts:
-            return (
-                f"{pp} stages x {parts} parts of {layers} layers, and several parts are of a "
-                "pipeline"
-            )
+    def fits_nodes(pp):
+        stage_ranks = ranks // pp
+        if ranks % pp or stage_ranks % plan.tp:
+            return False
+        return stage_ranks % per_node == 0 or per_node % stage_ranks == 0
 
-    def numbers_of_parts(pp):
+    def why_not(pp, virtual_stages):
+        if not fits_nodes(pp):
+            return (
+                f"{ranks} GPUs, {per_node} per node, cannot form {pp} stages of whole nodes or of "
+                f"equal parts of a node, with --tp {plan.tp}"
+            )
+        if virtual_stages > 1 and pp == 1:
+            return "virtual stages need a pipeline of several stages"
+        if pp * virtual_stages > layers:
+            return f"{pp} stages x {virtual_stages} virtual stages are more than {layers} layers"
+
+    def numbers_of_virtual_stages(pp):
         if c.pp_chunks:
             return {1, 2, 4, c.pp_chunks}
-        if not every:
+        if not exhaustive:
             return {1, 2, 4}
-        # of the numbers that give a part equally many layers, the least one needs the least memory
-        # and is the fastest
-        return {-(-layers // (pp * of_part)) for of_part in range(1, layers + 1)}
+        # several numbers can give the largest virtual stage equally many layers. The least of them
+        # needs the least memory and is the fastest
+        return {ceil_div(layers, pp * of_stage) for of_stage in range(1, layers + 1)}
 
-    pairs = [(pp, parts) for pp in divisors(ranks) for parts in sorted(numbers_of_parts(pp))]
-    return legal(c, ["pp", "pp_chunks"], pairs, why_not)
+    pairs = [
+        (pp, virtual_stages)
+        for pp in divisors(ranks)
+        for virtual_stages in sorted(numbers_of_virtual_stages(pp))
+    ]
+    return legal_choices(c, ["pp", "pp_chunks"], pairs, why_not)
 
 
-def sequences(c, plan, every=False):
-    """Of the ranks that share a sequence the ring is the least one that leaves those that share
-    heads in one node: their all-to-alls cross no network. Larger rings are usual for long sequences:
-    where fewer ranks share the heads there are more groups of them, which need less memory."""
+REASONS["sp"] = "fastest; on a tie no host memory, then the fewest GPUs"
+REASONS["ring"] = "fastest; on a tie the smallest ring"
+
+
+def sequence_choices(c, plan, exhaustive=False):
+    """List the numbers sp of GPUs per sequence, and the ring factors of each.
+
+    Usual is the smallest ring with which the GPUs that share heads, sp / ring, lie in one node, so
+    that their all-to-alls cross no network. For long sequences larger rings are usual, too: if
+    fewer GPUs share the heads, each has more heads and so more head groups, which need less memory.
+    """
     ranks, in_node, kv_heads = (
         plan.state_ranks,
         plan.state_ranks_per_node,
         plan.local_model.kv_heads,
     )
-    by_heads = ""  # what goes by heads alone
+    needs_heads = ""  # what cannot run around a ring
     if c.attention in KERNELS and not KERNELS[c.attention].plain:
-        by_heads = f"--attention {c.attention}, which may see heads, or where keys stand,"
+        needs_heads = f"--attention {c.attention}, which may see heads or positions of keys,"
     if c.has_documents:
-        by_heads = "attention inside documents (--document-token; -1: none)"
+        needs_heads = "attention inside documents (--document-token -1 turns it off)"
 
     def why_not(sp, ring):
-        heads = max(1, sp // ring)
-        if ranks % sp or c.seq % (sp * plan.tp):
+        head_ranks = max(1, sp // ring)
+        if ranks % sp:
+            return f"sequence parallelism must divide {ranks} GPUs"
+        if c.seq % (sp * plan.tp):
+            return f"--seq {c.seq} must be a multiple of sp x tp = {sp} x {plan.tp}"
+        if ring > 1 and needs_heads:
+            return f"{needs_heads} cannot run around a ring. It takes --ring 1"
+        if sp % ring or kv_heads % head_ranks:
+            no_ring = f", and {needs_heads} cannot run around a ring" if needs_heads else ""
+            return f"sp / ring GPUs must share {kv_heads} key/value heads equally{no_ring}"
+        if ring > 1 and in_node % head_ranks:
             return (
-                f"it must divide {ranks} ranks, and --seq {c.seq} be a multiple of sp x tp = "
-                f"{sp} x {plan.tp}"
+                f"the sp / ring = {head_ranks} GPUs that share heads must divide a node's {in_node}"
             )
-        if ring > 1 and by_heads:
-            return f"{by_heads} goes by heads alone: --ring 1"
-        if sp % ring or kv_heads % heads:
-            no_ring = f", and {by_heads} goes by heads alone, without a ring" if by_heads else ""
-            return f"sp / ring ranks share {kv_heads} key/value heads{no_ring}"
-        if ring > 1 and (in_node % heads or c.seq % (2 * ring)):
-            return (
-                f"ranks that share heads are of one node of {in_node}, and --seq {c.seq} is cut in "
-                "2 x ring parts"
-            )
+        if ring > 1 and c.seq % (2 * ring):
+            return f"--seq {c.seq} must be a multiple of 2 x ring = {2 * ring}"
 
     pairs = [(sp, ring) for sp in divisors(ranks) for ring in divisors(sp)]
-    found = legal(c, ["sp", "ring"], pairs, why_not)
-    least = {}
-    for pair in sorted(found, key=lambda pair: in_node % (pair["sp"] // pair["ring"]) > 0):
-        sp, ring = pair.values()
-        if ring == least.setdefault(sp, ring) or c.seq // sp > 2**16 or every:
-            yield pair
+    legal = legal_choices(c, ["sp", "ring"], pairs, why_not)
+
+    def leaves_node(choice):
+        return in_node % (choice["sp"] // choice["ring"]) > 0
+
+    usual_ring = {}  # sp -> its first ring, of those that leave no node if there is one
+    for choice in sorted(legal, key=leaves_node):
+        sp, ring = choice["sp"], choice["ring"]
+        usual_ring.setdefault(sp, ring)
+        if ring == usual_ring[sp] or c.seq // sp > 2**16 or exhaustive:
+            yield choice
 
 
-def batches(c, plan, every=False):
-    """Sequences a step, and at once: usually one, or the most within 4K, 8K or 32K tokens a rank.
-    (8K of a small model a GPU computes sooner than its host launches the kernels.)"""
+REASONS["batch"] = "fastest; on a tie micro-batches near 8K tokens per GPU"
+
+
+def batch_choices(c, plan, exhaustive=False):
+    """List the sequences per step, and per micro-batch. Usual micro-batches have one sequence, or
+    the most within 4K, 8K or 32K tokens per GPU. (A GPU computes 8K tokens of a small model sooner
+    than its host launches the kernels.)"""
     dp = plan.dp
     most = c.most_sequences or 2**40
     usual = c.default_tokens // c.seq
-    batch = c.batch or max(dp, min(-(-usual // dp), most // dp) * dp)
-    each, left = divmod(batch, dp)
+    batch = c.batch or max(dp, min(round_up(usual, dp), most // dp * dp))
+    per_group, remainder = divmod(batch, dp)
     if batch > most:
         raise ValueError(
-            f"--batch {batch}: the data has {most} training sequences of {c.seq} "
-            "tokens; --batch counts sequences"
+            f"--batch {batch}: the data has only {most} training sequences of {c.seq} tokens, and "
+            "--batch counts sequences"
         )
-    if left:
+    if remainder:
+        nearest = max(1, min(round(batch / dp), most // dp)) * dp
         raise ValueError(
-            f"--batch {batch}: not divisible by {dp} data-parallel ranks; nearest: "
-            f"{max(1, min(round(batch / dp), most // dp)) * dp}"
+            f"--batch {batch}: {dp} data-parallel groups cannot share these sequences equally. "
+            f"Nearest legal choice: --batch {nearest}"
         )
 
     def why_not(size):
-        if each % size:
-            return f"it does not divide the {each} sequences of a rank (--batch {batch} over {dp})"
-        turns = dp * size * plan.pp
-        reason = why_no_order(plan.pp, plan.pp_chunks, each // size)
-        return reason and (
-            f"--pp-chunks {plan.pp_chunks}: {reason}; nearest --batch: {-(-batch // turns) * turns}"
-        )
+        if per_group % size:
+            return (
+                f"it must divide the {per_group} sequences of a data-parallel group (--batch "
+                f"{batch} over {dp} groups)"
+            )
+        reason = why_no_order(plan.pp, plan.pp_chunks, per_group // size)
+        if reason:
+            legal_batch = round_up(batch, dp * size * plan.pp)
+            return f"with --pp-chunks {plan.pp_chunks}, {reason}. --batch {legal_batch} is legal"
 
-    sizes = [x["micro_batch"] for x in legal(c, ["micro_batch"], zip(divisors(each)), why_not)]
-    if every:
+    legal = legal_choices(c, ["micro_batch"], zip(divisors(per_group)), why_not)
+    sizes = [choice["micro_batch"] for choice in legal]
+    if exhaustive:
         return [{"batch": batch, "micro_batch": size} for size in sizes]
-    within = {
-        max(1, bisect.bisect(sizes, tokens * plan.sp // c.seq))
-        for tokens in (0, 2**12, 2**13, 2**15)
-    }
-    return [{"batch": batch, "micro_batch": sizes[n - 1]} for n in within]
+
+    def num_sizes_within(tokens):
+        return bisect.bisect(sizes, tokens * plan.sp // c.seq)
+
+    usual_indices = {max(1, num_sizes_within(tokens)) - 1 for tokens in (0, 2**12, 2**13, 2**15)}
+    return [{"batch": batch, "micro_batch": sizes[i]} for i in usual_indices]
 
 
-def head_groups(c, plan, every=False):
-    """4 parts of a rank's heads hide all-to-alls. More of them need less memory: of long sequences
-    the most within 8 or 16 are usual, too."""
-    column, ranks = plan.local_model, plan.head_ranks
-    heads, kv_heads = column.heads // ranks, column.kv_heads // ranks
-    counts = head_group_counts(heads, kv_heads, plan.tokens * column.heads * column.head_dim)
+REASONS["head groups"] = "fastest; more groups need less memory"
+
+
+def head_group_choices(c, plan, exhaustive=False):
+    """List the numbers of head groups. 4 groups hide all-to-alls. More of them need less memory, so
+    for long sequences the most within 16 are usual, too. (With sp 1: 1 group, and the most within
+    8.)"""
+    model, ranks = plan.local_model, plan.head_ranks
+    heads, kv_heads = model.heads // ranks, model.kv_heads // ranks
+    counts = head_group_counts(heads, kv_heads, plan.tokens * model.heads * model.head_dim)
 
     def why_not(groups):
         if groups not in head_group_counts(heads, kv_heads, 0):
             return (
-                f"groups have equally many of a rank's {heads} query heads and of its {kv_heads} "
-                "key/value heads, or equal parts of the query heads of one key/value head"
+                f"groups must have equally many of a rank's {heads} query heads and of its "
+                f"{kv_heads} key/value heads, or equal parts of the query heads of one key/value "
+                "head"
             )
         if groups not in counts:
             return (
-                f"a group of {heads // groups} query heads has {plan.tokens} x {column.head_dim} "
-                "elements of each, more than attention takes at once: more --head-groups, or more "
-                "--sp"
+                f"a group of {heads // groups} query heads has {plan.tokens} x {model.head_dim} "
+                "elements of each, more than attention takes at once. Take more --head-groups, or "
+                "a larger --sp"
             )
 
-    found = legal(c, ["head_groups"], zip(divisors(heads)), why_not)
-    if every:
-        return found
+    legal = legal_choices(c, ["head_groups"], zip(divisors(heads)), why_not)
+    if exhaustive:
+        return legal
+
+    def most_within(limit):
+        within = [choice for choice in legal if choice["head_groups"] <= limit]
+        return within[-1] if within else legal[0]
+
     few, many = (4, 16) if ranks > 1 else (1, 8)
-    usual = {few, many if plan.tokens > 2**16 else few}
-    return [max(found, key=lambda x: x["head_groups"] * (x["head_groups"] <= n)) for n in usual]
+    if plan.tokens <= 2**16:
+        many = few
+    return [most_within(limit) for limit in {few, many}]
 
 
-def treatments(c, plan, every=False):
-    """Layers run whole, or in equal chunks. Chunks of 16K or 8K tokens are usual: smaller ones slow
-    products down, and larger ones need more memory. What is said of chunks by hand asks for
-    them."""
-    swaps = bool(c.alpha)  # at least one layer
-    if (c.resident_layers or 2 * swaps) > plan.virtual_stage_layers - swaps:
-        asked = [f"--alpha {c.alpha}"] * (c.alpha is not None)
-        asked += [f"--resident-layers {c.resident_layers}"] * bool(c.resident_layers)
-        most = plan.virtual_stage_layers - swaps
+REASONS["activations"] = "fits, and loses the least time; on a tie the fewest chunks"
+
+
+def activation_modes(c, plan, exhaustive=False):
+    """List how layers run: whole, or in equal chunks of tokens. Chunks of 16K and 8K tokens are
+    usual: smaller ones slow matrix products down, and larger ones need more memory. Flags about
+    chunks exclude whole layers."""
+    swaps = bool(c.alpha)  # at least one layer is swapped
+    most_resident = plan.virtual_stage_layers - 1 if swaps else plan.virtual_stage_layers
+    least_resident = c.resident_layers or (2 if swaps else 0)
+    if least_resident > most_resident:
+        asked = [f"--alpha {c.alpha}"] if c.alpha is not None else []
         if c.resident_layers:
-            rule = f"at most {most} can stay on the GPU"
+            asked.append(f"--resident-layers {c.resident_layers}")
+            rule = f"at most {most_resident} can stay on the GPU"
         else:
-            rule = "one has to swap, and 2 others stay on the GPU"
+            rule = "one has to be swapped, and 2 others stay on the GPU"
         raise ValueError(
-            f"{' '.join(asked)}: a stage runs {plan.virtual_stage_layers} layers; {rule}"
+            f"{' '.join(asked)}: a virtual stage has {plan.virtual_stage_layers} layers; {rule}"
         )
-    limit = min(c.chunk or plan.tokens, plan.tokens)  # a larger one asks for nothing
+
+    limit = min(c.chunk or plan.tokens, plan.tokens)  # a larger --chunk changes nothing
     by_hand = c.alpha is not None or c.resident_layers or limit < plan.tokens
-    # chunks alone let a group's gradients take its tensors' places
-    in_chunks = c.recompute == "full" or by_hand or plan.sp == 1 < plan.head_groups
+    # with chunks a head group's gradients can reuse the memory of its q, k and v
+    groups_save_memory = plan.sp == 1 and plan.head_groups > 1
+    in_chunks = c.recompute == "full" or by_hand or groups_save_memory
     if c.recompute == "none" or not in_chunks:
         yield {"recompute": "none", "chunk": plan.tokens}
     elif plan.splits_tokens:
         raise ValueError(
-            f"--tp-mode {plan.tp_mode}: a column has its part of every chunk's tokens,"
-            " so layers run whole, without --chunk, --alpha, --resident-layers,"
-            " --recompute full and, of sp 1, --head-groups: --tp-mode mtp"
+            f"--tp-mode {plan.tp_mode}: each GPU has a part of every chunk's tokens, so layers "
+            "run whole, without --chunk, --alpha, --resident-layers, --recompute full, and, with "
+            "sp 1, --head-groups. --tp-mode mtp allows them"
         )
     if c.recompute == "none" or plan.splits_tokens:
         return
+
     sizes = (2**14, 2**13)
     if limit < plan.tokens:
         sizes = (limit,)
-    elif every:
+    elif exhaustive:
         sizes = (plan.tokens, *(2**i for i in range(16, 10, -1)))
-    parts = {-(-plan.tokens // min(size, plan.tokens)) for size in sizes}
-    for n in sorted(parts):
-        yield {"recompute": "auto", "chunk": -(-plan.tokens // n)}
+    numbers_of_chunks = {ceil_div(plan.tokens, min(size, plan.tokens)) for size in sizes}
+    for count in sorted(numbers_of_chunks):
+        yield {"recompute": "auto", "chunk": ceil_div(plan.tokens, count)}
 
 
-def states(c, plan, every=True):
-    """States have the legal factors, and lie on GPUs or hosts. Layout intra: all ranks have as much
-    to update."""
+REASONS["states"] = "fastest; on a tie on the GPU, then the fewest shards"
+
+
+def state_choices(c, plan, exhaustive=True):
+    """List the legal sharding factors of model states, and where optimizer states lie. In layout
+    intra all ranks update equally many elements."""
     world, in_node = plan.state_ranks, plan.state_ranks_per_node
     if c.strategy:
         if c.p or c.g or c.os:
-            raise ValueError(f"--strategy {c.strategy} sets all factors: drop --p --g --os")
+            raise ValueError(f"--strategy {c.strategy} sets all factors. Drop --p, --g and --os")
         c = replace(c, **asdict(parse_strategy(c.strategy, world)))
-    whole = OPTIMIZERS[c.optimizer].whole  # its rank updates whole matrices
+    whole = OPTIMIZERS[c.optimizer].whole  # a rank updates whole matrices
 
     def why_not(p, g, os):
-        if whole and (plan.tp * p > 1 or c.os_layout == "intra"):
+        if whole and (plan.tp > 1 or p > 1 or c.os_layout == "intra"):
             return f"--optimizer {c.optimizer} needs whole matrices: --os-layout inter --p 1 --tp 1"
         reason = illegal(Factors(p, g, os), world, in_node)
         if reason and world < plan.ranks:
@@ -633,157 +812,201 @@ def states(c, plan, every=True):
             )
         return reason
 
-    layout = c.os_layout if c.os_layout != "auto" else "inter" if whole else "intra"
+    layout = c.os_layout
+    if layout == "auto":
+        layout = "inter" if whole else "intra"
     places = ("gpu", "host") if c.os_place == "auto" else (c.os_place,)
-    for f in legal(c, ["p", "g", "os"], map(astuple, legal_factors(world, in_node)), why_not):
+    candidates = map(astuple, legal_factors(world, in_node))
+    for factors in legal_choices(c, ["p", "g", "os"], candidates, why_not):
         for place in places:
-            yield {"factors": Factors(**f), "os_layout": layout, "os_place": place}
+            yield {"factors": Factors(**factors), "os_layout": layout, "os_place": place}
 
 
-def some_states(c, plan, every=False):
-    """States have legal factors, the most shards for now: which of them is chosen last."""
-    return [list(states(c, plan))[-1]]
+def most_sharded_states(c, plan, exhaustive=False):
+    """List only the legal states with the most shards. The search chooses among all of them
+    last."""
+    return [list(state_choices(c, plan))[-1]]
 
 
-# of the computation
-SHAPE = (columns, stages, some_states, sequences, batches, head_groups, treatments)
+# The degrees of a plan's shape, which is everything but model states.
+SHAPE = (
+    tensor_parallel_choices,
+    pipeline_choices,
+    most_sharded_states,
+    sequence_choices,
+    batch_choices,
+    head_group_choices,
+    activation_modes,
+)
 
-TIE = 0.002  # of a step's time: less is no difference
-FAR = 1.3  # times the best: what takes longer is not looked at
+# ---------------------------------------------------------------------------- search
+
+TIE = 0.002  # plans whose times differ by less than this share tie
+PRUNE_FACTOR = 1.3  # a plan that takes this many times as long as the best one is not looked at
 
 token_s = operator.attrgetter("token_s")
-kind = operator.attrgetter("tp", "pp", "sp")  # what plans of a kind have in common
+parallelism = operator.attrgetter("tp", "pp", "sp")  # the best plan of each is printed
 states_of = operator.attrgetter("factors", "os_place")
-LIKELY_STATES = 3  # of the best plans, with which an unusual shape is tried first
+LIKELY_STATES = 3  # an unusual shape is tried with the states of so many best plans first
 shape_of = operator.attrgetter(
     *("tp", "pp", "pp_chunks", "sp", "ring", "micro_batch", "head_groups", "recompute", "chunk")
 )
 
 
 def preference(plan):
-    """Return what is least of the plan that is chosen from those that tie: with fewer columns,
-    stages, no need of host memory, fewer ranks a sequence, micro-batches of 8K tokens (more take
-    memory), states on the GPU, fewer shards, and chunks, or whole layers, which launch less."""
+    """Return a key. Of plans that tie in time, the one with the smallest key is chosen."""
     return (
         plan.tp,
         plan.pp,
         plan.host_bytes > 0,
         plan.sp,
         plan.ring,
-        abs(plan.tokens - 2**13),
-        plan.os_place,
+        abs(plan.tokens - 2**13),  # micro-batches near 8K tokens: more of them need more memory
+        plan.os_place,  # gpu before host
         astuple(plan.factors),
         plan.chunks,
-        plan.recompute == "auto",
+        plan.recompute == "auto",  # whole layers launch fewer kernels than chunks
     )
 
 
 def plan(constraints: Constraints, model: ModelConfig, hardware: Hardware) -> list[Plan]:
-    """Return the plan of the least predicted time a token that fits, and the best ones of other
-    kinds (`kind`), best first. Raises ValueError with what is missing if none fits."""
-    return best_of_kinds(search(constraints, model, hardware))[:10]
+    """Return the plan of the least predicted time per token that fits, followed by the best plans
+    with other tp, pp or sp. Raises ValueError with what is missing if none fits."""
+    return best_per_parallelism(search(constraints, model, hardware))[:10]
 
 
-def best_of_kinds(found):
-    """Return the best of some plans, and the best of each other kind, fastest first."""
-    most = (1 + TIE) * found[0].token_s
-    first = min((plan for plan in found if plan.token_s <= most), key=preference)
+def best_per_parallelism(plans):
+    """Return the best of some plans, and after it the best plan with each other (tp, pp, sp),
+    fastest first. plans: fastest first."""
+    tie_limit = (1 + TIE) * plans[0].token_s
+    first = min((plan for plan in plans if plan.token_s <= tie_limit), key=preference)
     best = {}
-    for plan in [first, *found]:
-        best.setdefault(kind(plan), plan)
+    for plan in [first, *plans]:
+        best.setdefault(parallelism(plan), plan)
     return [*best.values()]
 
 
 def search(c, model, hardware):
-    """Return plans that fit, fastest first, among them the best of each kind. Raises ValueError if
-    there is none: with what the one that is nearest needs, or why what is asked is illegal.
+    """Return plans that fit, fastest first, among them the best one of each (tp, pp, sp).
 
-    The usual shapes are priced first. The other ones follow if they may be faster than all that
-    is found: each is tried with the states of the best plans so far. Then all other states are
-    compared, from the shape that came out best on. A limit to the number of these shapes would miss
-    plans: a shape that is slow with the likely states can be the best with other ones."""
-    found, too_large, fastest, least, traffic = [], [], {}, {}, {}
+    Raises ValueError with the broken rule if the flags are illegal, and TooLarge with the need of
+    the nearest plan if no plan fits.
 
-    def late(plan):
-        return any(
-            plan.token_s > other * (1 + TIE if same == kind(plan) else FAR)
-            for same, other in fastest.items()
-        )
+    First the usual shapes are priced, with all states. Unusual shapes follow if a bound says that
+    they may be faster than all plans so far: each is tried with the states of the best plans. Then
+    all other states are tried, beginning with the shape that came out best. A limit on the number
+    of these shapes would miss plans, because a shape that is slow with the likely states can be the
+    best with other states.
+    """
+    fitting, too_large = [], []  # plans
+    fastest = {}  # (tp, pp, sp) -> the least seconds per token
+    least_bytes, seconds_of_states = {}, {}  # caches of best_case and with_state_seconds
 
-    def no_faster(plan):
+    def cannot_win(plan):
+        """Whether a plan is slower than the best one of its (tp, pp, sp), or far slower than
+        another one."""
+        for other, seconds in fastest.items():
+            factor = 1 + TIE if other == parallelism(plan) else PRUNE_FACTOR
+            if plan.token_s > seconds * factor:
+                return True
+        return False
+
+    def cannot_be_fastest(plan):
         return plan.token_s * (1 + 1e-6) >= min(fastest.values(), default=math.inf)
 
-    def possible(stage, skip):  # by the seconds without memory, then with the most of it
-        stage = by_bound(hardware, stage, with_states=False)
-        stage = [best_case(c, shape, hardware, least) for shape in stage if not skip(shape)]
-        too_large.extend(shape for shape in stage if shape.step_s == math.inf)
-        return sorted((shape for shape in stage if shape.step_s < math.inf), key=token_s)
+    def promising(shapes, skip):
+        """Return the shapes that may fit and that `skip` does not exclude, fastest first. A cheap
+        bound comes first: seconds that recompute nothing. Then states take the least memory."""
+        shapes = sort_by_bound(hardware, shapes, with_states=False)
+        shapes = [best_case(c, shape, hardware, least_bytes) for shape in shapes if not skip(shape)]
+        too_large.extend(shape for shape in shapes if shape.step_s == math.inf)
+        return sorted((shape for shape in shapes if shape.step_s < math.inf), key=token_s)
 
     def price(plan):
         plan = fit(c, plan, hardware)
         if plan.step_s < math.inf:
-            found.append(plan)
-            fastest[kind(plan)] = min(plan.token_s, fastest.get(kind(plan), math.inf))
+            fitting.append(plan)
+            before = fastest.get(parallelism(plan), math.inf)
+            fastest[parallelism(plan)] = min(plan.token_s, before)
         else:
             too_large.append(plan)
         return plan.token_s
 
     def possible_states(shape, skip):
-        """Return the plans of a shape that may fit and that `skip` does not exclude by their least
-        seconds."""
-        plans = choose(c, [shape], [states])
-        if found:
+        """Return the plans of a shape that may fit, and that `skip` does not exclude by a lower
+        bound of their seconds."""
+        plans = choose(c, [shape], [state_choices])
+        if fitting:
             plans = with_room(c, shape, plans, hardware)
-        return [plan for plan in with_traffic(hardware, shape, plans, traffic) if not skip(plan)]
+        plans = with_state_seconds(hardware, shape, plans, seconds_of_states)
+        return [plan for plan in plans if not skip(plan)]
 
-    def price_states(shape, skip, known=()):
-        if not skip(shape):
-            plans = possible_states(shape, skip)
-            plans = [plan for plan in plans if states_of(plan) not in known]
-            for plan in by_bound(hardware, plans, with_states=True):
-                if skip(plan):
-                    break
-                price(plan)
+    def price_states(shape, skip, tried_states=()):
+        if skip(shape):
+            return
+        plans = possible_states(shape, skip)
+        plans = [plan for plan in plans if states_of(plan) not in tried_states]
+        for plan in sort_by_bound(hardware, plans, with_states=True):
+            if skip(plan):
+                break
+            price(plan)
 
+    # ---- usual shapes, with all states
     usual = shapes(c, model, hardware)
-    for shape in possible(usual, late):
-        price_states(shape, late)
+    for shape in promising(usual, cannot_win):
+        price_states(shape, cannot_win)
 
-    known = set(map(shape_of, usual))
-    every = shapes(c, model, hardware, every=True)
-    by_time = sorted(found, key=token_s)
+    # ---- unusual shapes, with the states of the best plans, and with the best states of each p
+    usual_shapes = set(map(shape_of, usual))
+    unusual = [
+        shape
+        for shape in shapes(c, model, hardware, exhaustive=True)
+        if shape_of(shape) not in usual_shapes
+    ]
+    by_time = sorted(fitting, key=token_s)
     likely = {states_of(plan) for plan in by_time[:LIKELY_STATES]}
     best_of_p = {plan.factors.p: states_of(plan) for plan in by_time[::-1]}
     likely |= set(best_of_p.values())
     tried = []
-    for shape in possible([plan for plan in every if shape_of(plan) not in known], no_faster):
-        plans = [] if no_faster(shape) else possible_states(shape, no_faster)
+    for shape in promising(unusual, cannot_be_fastest):
+        if cannot_be_fastest(shape):
+            continue
+        plans = possible_states(shape, cannot_be_fastest)
         plans = [plan for plan in plans if states_of(plan) in likely] or plans[-2:]
         if plans:
-            known = {states_of(plan) for plan in plans}
-            tried.append((min(map(price, plans)), len(tried), shape, known))
-    for _, _, shape, known in sorted(tried, key=lambda each: each[:2]):
-        price_states(shape, no_faster, known)
-    if not found:
-        too_large.sort(key=lambda plan: over(plan, hardware))
-        nearest = choose(c, too_large[:8], [states])
-        plan = min(
-            (fit(c, plan, hardware) for plan in nearest),
-            key=lambda plan: (over(plan, hardware), plan.gpu_bytes),
-        )
-        raise TooLarge(
-            f"a step needs {in_unit(plan.gpu_bytes)} a GPU of "
-            f"{in_unit(hardware.gpu_budget)} ({by_purpose(plan)}), and "
-            f"{in_unit(plan.host_bytes)} of host memory a rank of "
-            f"{in_unit(hardware.host_budget)}, with {in_words(plan)}, at least (asked for, "
-            f"which may need more: {given(vars(c)) or 'nothing'})"
-        )
-    return sorted(found, key=token_s)
+            tried_states = {states_of(plan) for plan in plans}
+            tried.append((min(map(price, plans)), len(tried), shape, tried_states))
+
+    # ---- unusual shapes, with all other states
+    for _, _, shape, tried_states in sorted(tried, key=lambda row: row[:2]):
+        price_states(shape, cannot_be_fastest, tried_states)
+
+    if not fitting:
+        raise nothing_fits(c, too_large, hardware)
+    return sorted(fitting, key=token_s)
 
 
-def by_bound(hardware, plans, with_states):
-    """Return plans with the seconds that they take at least, fastest first. with_states: of the
-    plans of a best_case, whose copies to the host wait for no states."""
+def nothing_fits(c, too_large, hardware):
+    """Return the TooLarge error that says what the plan nearest to fitting needs."""
+    too_large.sort(key=lambda plan: worst_ratio(plan, hardware))
+    nearest = choose(c, too_large[:8], [state_choices])
+    plan = min(
+        (fit(c, plan, hardware) for plan in nearest),
+        key=lambda plan: (worst_ratio(plan, hardware), plan.gpu_bytes),
+    )
+    asked = non_default_flags(vars(c)) or "no flags"
+    return TooLarge(
+        f"a step needs at least {in_unit(plan.gpu_bytes)} per GPU of "
+        f"{in_unit(hardware.gpu_budget)} ({by_purpose(plan)}), and {in_unit(plan.host_bytes)} of "
+        f"host memory per rank of {in_unit(hardware.host_budget)}. That is the plan nearest to "
+        f"fitting: {in_words(plan)}. The command fixes {asked}; without them less may do"
+    )
+
+
+def sort_by_bound(hardware, plans, with_states):
+    """Return plans with a lower bound of their seconds, fastest first. with_states: the plans come
+    from best_case, whose copies to the host do not wait for states, so its seconds of copies
+    stay."""
     timed = []
     for plan in plans:
         seconds = step_seconds(hardware.est, plan, with_states)
@@ -794,31 +1017,31 @@ def by_bound(hardware, plans, with_states):
 
 
 def with_room(c, shape, plans, hardware):
-    """Return the plans of a best_case whose states leave room for the least that layers may keep.
-    This takes a small part of the time of `fit`."""
-    kept = shape.memory["activations"]
-    if shape.recompute == c.recompute == "auto":
+    """Return the plans of a best_case whose states leave room for the least activations that layers
+    may keep. This takes much less time than `fit`."""
+    activations = shape.memory["activations"]
+    if shape.recompute == "auto" and c.recompute == "auto":
         n, layer = shape.virtual_stage_layers, skeletal_bytes(shape)
-        needed, _ = bytes_of_ways(n, layer, c.resident_layers, bool(c.alpha))
-        kept = min(kept, shape.layers_in_flight / n * needed.min())
+        needed, _ = least_bytes_of_candidates(n, layer, c.resident_layers, bool(c.alpha))
+        activations = min(activations, shape.layers_in_flight / n * needed.min())
 
-    without_states = kept + sum(shape.memory[name] for name in ("messages", "working"))
-    found = []
+    without_states = activations + sum(shape.memory[name] for name in ("messages", "working"))
+    may_fit = []
     for plan in plans:
         memory, host = memory_of_states(plan)
         least = replace(plan, memory=memory | {"others": without_states}, host=host)
-        if over(least, hardware) <= 1 + 1e-9:
-            found.append(plan)
-    return found
+        if worst_ratio(least, hardware) <= 1 + 1e-9:
+            may_fit.append(plan)
+    return may_fit
 
 
-def with_traffic(hardware, shape, plans, known):
-    """Return the plans of a best_case with fewer seconds than they take: those of the best_case, and
-    those of model states, as if a pass were long enough to hide all communication. known: the
-    seconds of model states, for all plans with equally many, which is filled here."""
+def with_state_seconds(hardware, shape, plans, known):
+    """Return the plans of a best_case with a lower bound of their seconds: the seconds of the
+    best_case, and the seconds of model states if passes were so long that they hid all
+    communication. known: a cache of the latter, which is filled here."""
     timed = []
     for plan in plans:
-        same = (
+        key = (
             *states_of(plan),
             plan.os_layout,
             plan.tp,
@@ -828,15 +1051,16 @@ def with_traffic(hardware, shape, plans, known):
             plan.chunks > 1,
             plan.recompute,
         )
-        if same not in known:
+        if key not in known:
             endless = math.inf, math.inf, math.inf  # forward, backward, its last matrices
-            known[same] = sum(traffic_seconds(hardware.est, plan, *endless).values())
-        timed.append(replace(plan, seconds=shape.seconds | {"states": known[same]}))
+            known[key] = sum(traffic_seconds(hardware.est, plan, *endless).values())
+        timed.append(replace(plan, seconds=shape.seconds | {"states": known[key]}))
     return timed
 
 
-def shapes(c, model, hardware, every=False):
-    """Return plans with all that SHAPE may choose, states left open. Raises ValueError."""
+def shapes(c, model, hardware, exhaustive=False):
+    """Return plans with all shapes that SHAPE may choose. Their states are not chosen yet. Raises
+    ValueError."""
     start = Plan(
         model,
         DTYPES[c.dtype],
@@ -847,44 +1071,47 @@ def shapes(c, model, hardware, every=False):
         overlap=c.overlaps,
         tp_mode=c.tp_mode,
     )
-    return choose(c, [start], SHAPE, every)
+    return choose(c, [start], SHAPE, exhaustive)
 
 
-def choose(c, plans, degrees, every=False):
-    """Return the plans with all that the degrees may choose. Raises ValueError if one leaves no
-    legal choice."""
+def choose(c, plans, degrees, exhaustive=False):
+    """Return the plans with all combinations that the degrees may choose. Raises ValueError if a
+    degree has no legal choice for any plan."""
     for degree in degrees:
-        found, errors = [], []
+        changed, errors = [], []
         for plan in plans:
             try:
-                found += [replace(plan, **choice) for choice in degree(c, plan, every)]
+                changed += [replace(plan, **choice) for choice in degree(c, plan, exhaustive)]
             except ValueError as e:
                 errors.append(e)
-        if not found:
+        if not changed:
             raise errors[0]
-        plans = found
+        plans = changed
     return plans
 
 
 def fits(c: Constraints, model: ModelConfig, hardware: Hardware) -> bool:
-    """Return whether there is a plan, legal and however slow."""
-    least = {}
+    """Return whether any legal plan fits, however slow it is."""
+    least_bytes = {}
     try:
         return any(
             fit(c, plan, hardware).step_s < math.inf
-            for shape in smallest(shapes(c, model, hardware, every=True))
-            if best_case(c, shape, hardware, least).step_s < math.inf
-            for plan in choose(c, [shape], [states])
+            for shape in smallest(shapes(c, model, hardware, exhaustive=True))
+            if best_case(c, shape, hardware, least_bytes).step_s < math.inf
+            for plan in choose(c, [shape], [state_choices])
         )
     except ValueError:
         return False
 
 
 def smallest(plans):
-    """Return the shapes that may need the least memory, of those that differ in head groups and
-    chunks only: with the most or the fewest of both."""
-    same = operator.attrgetter("tp", "pp", "pp_chunks", "sp", "ring", "micro_batch")
-    for _, alike in itertools.groupby(sorted(plans, key=same), same):
+    """Yield the shapes that may need the least memory. Of shapes that differ only in head groups
+    and chunks, these are the ones with the most or the fewest of both."""
+    but_groups_and_chunks = operator.attrgetter(
+        *("tp", "pp", "pp_chunks", "sp", "ring", "micro_batch")
+    )
+    plans = sorted(plans, key=but_groups_and_chunks)
+    for _, alike in itertools.groupby(plans, but_groups_and_chunks):
         alike = list(alike)
         groups = [plan.head_groups for plan in alike]
         for number in sorted({min(groups), max(groups)}, reverse=True):
@@ -894,123 +1121,141 @@ def smallest(plans):
             yield from [plan for plan in by_chunk[1:] if plan.chunk == plan.tokens]
 
 
-def best_case(c, shape, hardware, least):
-    """Return a shape with what its layers keep, and seconds without those of states, if states took
-    as little memory as any legal ones: no plan of this shape takes less time. least: these bytes,
-    of all shapes whose states take equally many, which is filled here."""
+def best_case(c, shape, hardware, least_bytes):
+    """Return a shape with activations and seconds as if states took no time, and as little memory
+    as any legal states. No plan of this shape is faster. least_bytes: a cache of this memory, which
+    is filled here."""
     shape = replace(shape, os_place="gpu")
     several = shape.micro_batches > 1
-    same = shape.tp, shape.pp, shape.pp_chunks, several, shape.chunks > 1
-    if same not in least:
-        plans = choose(c, [shape], [states])
-        least[same] = min(sum(memory_of_states(plan)[0].values()) for plan in plans)
-    saved = sum(memory_of_states(shape)[0].values()) - least[same]
+    key = shape.tp, shape.pp, shape.pp_chunks, several, shape.chunks > 1
+    if key not in least_bytes:
+        plans = choose(c, [shape], [state_choices])
+        least_bytes[key] = min(sum(memory_of_states(plan)[0].values()) for plan in plans)
+    saved = sum(memory_of_states(shape)[0].values()) - least_bytes[key]
     return fit(c, shape, hardware, saved)
 
 
-def over(plan, hardware):
-    """Return what a plan needs of a memory over what there is, the larger one."""
+def worst_ratio(plan, hardware):
+    """Return the larger of two ratios, of GPU memory and of host memory: what the plan needs, over
+    what there is. The plan fits if it is at most 1."""
     host = plan.host_bytes / max(1.0, hardware.host_budget)
     return max(host, plan.gpu_bytes / hardware.gpu_budget)
 
 
 def fit(c, plan, hardware, saved=None):
-    """Return the plan with what its layers keep, its bytes and its seconds: it takes forever, if it
-    does not fit. saved: bytes that other states would save, of a plan that is to be timed without
-    them."""
+    """Return the plan with its activation plan, its bytes and its seconds, which are infinite if it
+    does not fit. saved: for best_case, the bytes that other states would save; the seconds are then
+    without states."""
     est, n = hardware.est, plan.virtual_stage_layers
     lost = 0.0
-    if plan.recompute == "auto":
-        plan = replace(plan, activations=ActivationPlan(n, plan.chunks, n, 0, 0, n))
+    if plan.recompute == "auto":  # at first, layers keep their inputs only
+        inputs_only = ActivationPlan(
+            n, plan.chunks, resident=n, kept_chunks=0, layers_recomputing_attention=n
+        )
+        plan = replace(plan, activations=inputs_only)
     plan = with_bytes(plan)
     if saved:
         plan.memory["other states save"] = -saved
-    if plan.recompute == c.recompute == "auto":
-        times = plan.layers_in_flight / n
+
+    if plan.recompute == "auto" and c.recompute == "auto":
+        # one micro-batch through the largest virtual stage is planned, and the stage that has the
+        # least memory for it counts: several of them are in flight there
+        passes = plan.layers_in_flight / n
         room = hardware.gpu_budget - plan.gpu_bytes + plan.memory["activations"]
-        spare = hardware.host_budget - plan.host.get("optimizer", 0)
-        kept, lost = plan_activations(
+        host_room = hardware.host_budget - plan.host.get("optimizer", 0)
+        activations, lost = plan_activations(
             n,
             skeletal_bytes(plan),
             layer_seconds(est, plan),
             plan.chunks,
             est.profile.to_host,
-            room / times,
-            spare / times,
+            room / passes,
+            host_room / passes,
             c.resident_layers,
             c.alpha,
             streaming_seconds(est, plan),
         )
-        plan = with_bytes(replace(plan, activations=kept))
+        plan = with_bytes(replace(plan, activations=activations))
         if saved:
             plan.memory["other states save"] = -saved
-    fits = lost < math.inf and over(plan, hardware) <= 1 + 1e-9
-    seconds = step_seconds(est, plan, states=saved is None) if fits else {"never": math.inf}
-    return replace(plan, seconds=seconds)
+
+    fits = lost < math.inf and worst_ratio(plan, hardware) <= 1 + 1e-9
+    if not fits:
+        return replace(plan, seconds={"never": math.inf})
+    return replace(plan, seconds=step_seconds(est, plan, states=saved is None))
 
 
 # ---------------------------------------------------------------------------- the order of nodes
 
-# A scheduler gives N nodes under some leaf switches, in any order. Bytes are counted as rings
-# send them: the k ranks of a group, in order, send to the next one, the last to the first,
+# A scheduler gives N nodes under some leaf switches, in any order. Which order sends the fewest
+# bytes across the spine that connects the leaves (AMSP, section V-D)? Bytes are counted as rings
+# send them. The k ranks of a group stand in order, each sends to the next one, and the last one to
+# the first. With S bytes per rank of the group's whole tensor:
 #
-#     spine bytes = sum over groups, over r in the group:  sent * (leaf(r) != leaf(next(r)))
-#     sent        = S * (k - 1)/k   all-gather, reduce-scatter, broadcasts of S bytes; all-reduce
-#                                   2x; an all-to-all is a ring to each rank but the own
+#     spine bytes = sum over groups, over ranks r whose next rank is under another leaf, of sent
+#     sent        = S * (k - 1)/k    all-gather, reduce-scatter, broadcast
+#                   2S * (k - 1)/k   all-reduce
+#                                    an all-to-all is k - 1 rings, one to each other rank
 #
-# The nodes of a group, in order under n > 1 leaves, so have n edges that cross. With 2 ranks a
-# node and M micro-batches:
+# If the nodes of a group stand in order under n > 1 leaves, n edges of the ring cross the spine.
+# Example with 2 ranks per node and M micro-batches:
 #
 #     place                 0    1    2    3
-#     ranks                 0 1  2 3  4 5  6 7    edges that cross the spine, bytes sent on each:
+#     ranks                 0 1  2 3  4 5  6 7    edges that cross the spine, bytes on each edge:
 #     p = g = 4             p------   p------     param_gather, grad_scatter: 9/4 MS
 #     os = 8                os----------------    grad_reduce, param_broadcast: S/4, {r, r + 4}
-#     given leaves          a    b    a    b      4 of p, 0 of os
-#     order [0, 2, 1, 3]    a    a    b    b      0 of p, 8 of os
+#     leaves as given       a    b    a    b      4 edges of p, 0 of os
+#     order [0, 2, 1, 3]    a    a    b    b      0 edges of p, 8 of os
 #
-# That is a partition of a graph with parts of given sizes, which is NP-hard. Here from leaf after
-# leaf, the largest first, turned, two nodes are swapped as long as that saves bytes: the best one
-# for every p, g, os, sp of some leaves of up to 8 nodes (a test). Left out: trees and NVLink SHARP,
-# whose edges lie elsewhere; several levels of spines.
+# The best order is a partition of a graph into parts of given sizes, which is NP-hard to find. The
+# search begins with the nodes sorted by leaf, the largest leaf first, rotated by 0 to 31 places. It
+# swaps two nodes as long as that saves bytes. A test finds the best order in this way for every p,
+# g, os and sp on up to 8 nodes. Left out: trees and NVLink SHARP, whose edges lie elsewhere, and
+# several levels of spines.
 
 
 @dataclass(frozen=True)
-class Ring:
-    """A communication of all ranks: in every block of `block` neighbours, each rank sends to the
-    one that is `stride` further in the block, the last ones to the first."""
+class Traffic:
+    """The bytes of a communication of all ranks. In every block of `block` neighbours, each rank
+    sends to the rank `stride` further in the block, and the last ones to the first."""
 
     kind: str  # one of shard.STREAMS, "all_to_all", or "ring" of attention
     block: int  # ranks
     stride: int  # ranks
-    sent: float  # bytes a step of each rank
+    sent: float  # bytes per step and rank
 
 
-def make_rings(plan):
-    """Yield a step's communication, as shard.py and attention.py launch it."""
-    model, sp, e, several = plan.model, plan.head_ranks, plan.dtype.itemsize, plan.micro_batches
+def plan_traffic(plan):
+    """Yield the Traffic of a step's communication, as shard.py and attention.py launch it."""
+    model, head_ranks, e = plan.model, plan.head_ranks, plan.dtype.itemsize
+    micro_batches = plan.micro_batches
+
     for kind, op, ranks, inner, earlier, last in plan.collectives:
-        size = param_count(model) * e * (1 / inner - 1 / ranks)  # of all shards together
-        # in forward and backward; there and back
-        twice = kind == "param_gather" or op == "all_reduce"
-        times = (1 + twice) * (earlier * (several - 1) + last)
-        yield Ring(kind, ranks, inner, times * size)
-    q, kv = plan.q_kv_widths  # q, o and k, v, and twice as much in backward
-    tokens = plan.tokens * model.layers * several
+        nbytes = param_count(model) * e * (1 / inner - 1 / ranks)  # of all shards together
+        times = earlier * (micro_batches - 1) + last
+        if kind == "param_gather" or op == "all_reduce":
+            times *= 2  # in forward and backward; a reduction and a gather
+        yield Traffic(kind, ranks, inner, times * nbytes)
+
+    q, kv = plan.q_kv_widths
+    tokens = plan.tokens * model.layers * micro_batches
+    # forward exchanges q, o and k, v; backward q, o, do, dq and k, v, dk, dv
     exchanged = (6 * q + 3 * kv) * e * tokens
-    around = kv * (2 * e + plan.ring_sum_bytes) * tokens  # k, v twice; dk, dv
+    # around a ring: k, v in forward and backward; the sums of dk, dv
+    around = kv * (2 * e + plan.ring_sum_bytes) * tokens
     around *= (plan.ring - 1) * plan.head_groups / plan.kv_groups
-    for i in range(1, sp):
-        yield Ring("all_to_all", sp, i, exchanged / sp)
-    yield Ring("ring", plan.sp, sp, around)
+    for distance in range(1, head_ranks):
+        yield Traffic("all_to_all", head_ranks, distance, exchanged / head_ranks)
+    yield Traffic("ring", plan.sp, head_ranks, around)
 
 
 def swap_nodes(order, leaf, traffic):
-    """Return the order, changed by the best swap of two nodes again and again until none saves
-    bytes.
+    """Improve an order by the best swap of two nodes, until no swap saves bytes, and return it.
 
-    With D[i, j] the bytes between place i and all under the leaf of place j, a swap of i and j
-    saves D[i, j] - D[i, i] + D[j, i] - D[j, j], less the bytes between i and j, which still cross,
-    twice.
+    traffic: (places, places), the bytes that place i sends to place j. With D[i, j], the bytes
+    between place i and all places under the leaf of place j, a swap of i and j saves
+
+        D[i, j] - D[i, i] + D[j, i] - D[j, j] - 2 * (bytes between i and j, which still cross)
     """
     between = traffic + traffic.T
     np.fill_diagonal(between, 0)
@@ -1024,33 +1269,39 @@ def swap_nodes(order, leaf, traffic):
         order[[i, j]] = order[[j, i]]
 
 
-def place_nodes(leaves, rings, per_node):
-    """Return the order of nodes that sends the fewest bytes across the spine (AMSP, section V-D),
-    the given one if none sends fewer: place k, the ranks from k * per_node on, is node order[k];
-    and the bytes of a step that cross in the given order, and in this one. leaves: of each node, in
-    the given order.
+def place_nodes(leaves, communications, per_node):
+    """Return the order of nodes that sends the fewest bytes across the spine, and the bytes per
+    step that cross it in the given order and in the returned one (AMSP, section V-D).
+
+    leaves: the leaf of each node, in the given order. communications: Traffic of a step. In the
+    returned order, node order[k] has the ranks from k * per_node on. If no order sends fewer bytes,
+    it is the given one.
     """
     _, leaf, counts = np.unique(leaves, return_inverse=True, return_counts=True)
     num_nodes = len(leaf)
-    given = np.arange(num_nodes)
+    given_order = np.arange(num_nodes)
     rank = np.arange(num_nodes * per_node)
     traffic = np.zeros((num_nodes, num_nodes))  # whole bytes that a place sends to another
-    for ring in rings:
-        next_rank = rank // ring.block * ring.block + (rank + ring.stride) % ring.block
-        np.add.at(traffic, (rank // per_node, next_rank // per_node), round(ring.sent))
+    for each in communications:
+        next_rank = rank // each.block * each.block + (rank + each.stride) % each.block
+        np.add.at(traffic, (rank // per_node, next_rank // per_node), round(each.sent))
 
     def spine_bytes(order):
         return traffic[leaf[order, None] != leaf[order]].sum()
 
-    packed = np.lexsort((leaf, -counts[leaf]))  # turned, as blocks begin within leaves too
-    orders = (swap_nodes(np.roll(packed, turn), leaf, traffic) for turn in range(32))
-    best = min([given, *orders], key=spine_bytes)  # the first, of those that tie
-    return best.tolist(), spine_bytes(given), spine_bytes(best)
+    by_leaf = np.lexsort((leaf, -counts[leaf]))
+    # rotated, because blocks of ranks may begin in the middle of a leaf
+    orders = (swap_nodes(np.roll(by_leaf, places), leaf, traffic) for places in range(32))
+    best = min([given_order, *orders], key=spine_bytes)  # on a tie the first
+    return best.tolist(), spine_bytes(given_order), spine_bytes(best)
 
 
 def parse_leaf(text, num_nodes):
-    """Return the leaf of each node by its name, in the given order, of --leaf N: so many nodes a
-    leaf; or --leaf FILE: a node and its leaf a line, # begins a comment. Raises ValueError."""
+    """Return {name of a node: name of its leaf}, in the given order, from the value of --leaf.
+
+    The value is a number of nodes per leaf, or a file with a line `node leaf` for each node, where
+    # begins a comment. Raises ValueError.
+    """
     try:
         if text.isdecimal() and int(text):
             rows = [(f"{node}", f"{node // int(text)}") for node in range(num_nodes)]
@@ -1060,87 +1311,111 @@ def parse_leaf(text, num_nodes):
         leaf_of = dict(rows)
     except (OSError, ValueError) as e:
         raise ValueError(
-            f"--leaf {text}: neither a number of nodes a leaf, from 1 on, nor a file "
-            f"of a node's name and its leaf's a line: {e}"
+            f"--leaf {text} must be a number of nodes per leaf, at least 1, or a file whose lines "
+            f"are a node's name and its leaf's name: {e}"
         ) from e
     if not len(rows) == len(leaf_of) == num_nodes:
         raise ValueError(
-            f"--leaf {text}: {len(rows)} lines of {len(leaf_of)} nodes, instead of "
-            f"one for each of {num_nodes}"
+            f"--leaf {text} must name each of {num_nodes} nodes once. It has {len(rows)} lines "
+            f"with {len(leaf_of)} different nodes"
         )
     return leaf_of
 
 
-def place(plan, leaf):
-    """Return the order of nodes that sends the fewest bytes across the spine, in words. Raises
-    ValueError."""
+def describe_order(plan, leaf):
+    """Return text that says which order of nodes sends the fewest bytes across the spine. leaf: the
+    value of --leaf. Raises ValueError."""
     if plan.tp * plan.pp > 1:
         raise ValueError(
-            f"--leaf {leaf}: places nodes of --tp 1 --pp 1, and the best plan has "
-            f"--tp {plan.tp} --pp {plan.pp}"
+            f"--leaf {leaf} needs a plan with --tp 1 --pp 1, and the best plan has --tp {plan.tp} "
+            f"--pp {plan.pp}. Set both to 1"
         )
     names, leaves = zip(*parse_leaf(leaf, plan.ranks // plan.per_node).items())
-    order, before, after = place_nodes(leaves, make_rings(plan), plan.per_node)
+    order, before, after = place_nodes(leaves, plan_traffic(plan), plan.per_node)
     unit_bytes, unit = unit_of(before)
-    best = "the given one is as good"
+    best = "keep the given order"
     if after < before:
         best = ", ".join(names[node] for node in order)
     return (
         f"order of nodes: {best}\n"
-        f"spine traffic {before / unit_bytes:.2f} -> {after / unit_bytes:.2f} {unit} a step, "
+        f"spine traffic {before / unit_bytes:.2f} -> {after / unit_bytes:.2f} {unit} per step, "
         f"{(before - after) / max(1.0, before):.0%} saved"
     )
 
 
-# ---------------------------------------------------------------------------- what to say
+# ---------------------------------------------------------------------------- printing
 
-RULES = {  # choice -> why it is as it is
-    "tp": "1, or as --tp says (auto: searched): columns of a layer exchange in the open",
-    "pp": "1, or as --pp says (auto: searched): stages of a pipeline wait for each other",
-    "sp": "the fewest ranks a sequence that fit and are fast; more, if a tie then spares host memory",
-    "ring": "the least that leaves ranks that share key/value heads in one node",
-    "groups": "parts of the heads: 4 hide all-to-alls under attention, more need less memory",
-    "batch": "data-parallel ranks x micro-batches x sequences of one, up to 32K tokens a rank",
-    "p,g,os": "the fewest shards that fit and are fast",
-    "layers keep": "what fits and loses the least time",
+TITLES = {  # choice -> its title in the table of choices
+    "tp": "tensor parallelism (tp)",
+    "pp": "pipeline stages (pp)",
+    "sp": "GPUs per sequence (sp)",
+    "ring": "of these, around a ring",
+    "head groups": "head groups",
+    "batch": "groups x micro-batches x sequences",
+    "states": "shards of model states",
+    "activations": "activations",
+}
+FLAGS_OF_CHOICE = {
+    "tp": ("tp",),
+    "pp": ("pp", "pp_chunks"),
+    "sp": ("sp",),
+    "ring": ("ring",),
+    "head groups": ("head_groups",),
+    "batch": ("batch", "micro_batch"),
+    "states": ("p", "g", "os", "strategy", "os_layout", "os_place"),
+    "activations": ("recompute", "chunk", "alpha", "resident_layers"),
 }
 
 
 def choices(plan: Plan) -> dict[str, str]:
-    """Return what a plan chooses, in words."""
-    f, kept = plan.factors, plan.activations
-    host = ", os on the host" * (plan.os_place == "host")
-    keeps = "all"
-    if kept:
-        if kept.kept_chunks < kept.layers * kept.chunks:
-            keeps = f"k={kept.resident} alpha={kept.alpha:.2f}"
-        keeps += f", chunks of {plan.chunk:,}" * (kept.chunks > 1)
-        if kept.stride > 1:
-            keeps += f", inputs of one in {kept.stride}"
-        if kept.layers_recomputing_attention:
-            keeps += f", attention twice in {kept.layers_recomputing_attention}"
+    """Return what a plan chooses, in words, by the names in TITLES."""
+    f = plan.factors
+    stages = f"{plan.pp}"
+    if plan.pp_chunks > 1:
+        stages += f" x {plan.pp_chunks} virtual stages"
+    states = f"p={f.p} g={f.g} os={f.os} {plan.os_layout}"
+    if plan.os_place == "host":
+        states += ", optimizer states on the host"
     return {
         "tp": f"{plan.tp} {plan.tp_mode}" if plan.tp > 1 else "1",
-        "pp": f"{plan.pp}x{plan.pp_chunks}",
+        "pp": stages,
         "sp": f"{plan.sp}",
         "ring": f"{plan.ring}",
-        "groups": f"{plan.head_groups}",
-        "batch": f"{plan.dp}x{plan.micro_batches}x{plan.micro_batch}",
-        "p,g,os": f"{f.p},{f.g},{f.os} {plan.os_layout}{host}",
-        "layers keep": keeps,
+        "head groups": f"{plan.head_groups}",
+        "batch": f"{plan.dp} x {plan.micro_batches} x {plan.micro_batch}",
+        "states": states,
+        "activations": activations_in_words(plan),
     }
 
 
+def activations_in_words(plan):
+    """Say what layers do with their activations, such as '8 of 32 layers resident, alpha=0.05,
+    chunks of 16,384 tokens'."""
+    kept = plan.activations
+    if kept is None:
+        return "keep all"
+    text = "keep all"
+    if kept.kept_chunks < kept.layers * kept.chunks:
+        text = f"{kept.resident} of {kept.layers} layers resident, alpha={kept.alpha:.2f}"
+    if kept.chunks > 1:
+        text += f", chunks of {plan.chunk:,} tokens"
+    if kept.stride > 1:
+        text += f", 1 in {kept.stride} layers keeps its input"
+    if kept.layers_recomputing_attention:
+        text += f", {kept.layers_recomputing_attention} layers run attention twice"
+    return text
+
+
 def in_words(plan: Plan, other: Plan | None = None) -> str:
-    """Return a plan's choices; those that differ from another's."""
+    """Return a plan's choices in one line. other: leave out the choices that are the same there."""
     known = choices(other) if other else {}
-    return ", ".join(
-        f"{name} {text}" for name, text in choices(plan).items() if text != known.get(name)
+    return "; ".join(
+        f"{name}: {text}" for name, text in choices(plan).items() if text != known.get(name)
     )
 
 
 def by_purpose(plan):
-    """Return the bytes of a GPU by what they are for, all in the unit that suits their sum."""
+    """Return the bytes of a GPU by purpose, in one line, in the unit that suits their sum."""
     unit, _ = unit_of(plan.gpu_bytes)
     return ", ".join(
         f"{name} {size / unit:.2f}" for name, size in plan.memory.items() if size > unit / 200
@@ -1166,8 +1441,8 @@ def figures(plan: Plan, hardware: Hardware) -> dict:
 
 
 def command(plan: Plan, asked) -> str:
-    """Return the command that runs a plan, on each node, with all else that was asked of a
-    program, which names its model."""
+    """Return the command that runs a plan, to be started on each node. It repeats all flags that
+    were asked for. asked: the flags of a program, with a model."""
     values = (
         vars(asked)
         | vars(plan)
@@ -1178,17 +1453,20 @@ def command(plan: Plan, asked) -> str:
         values["recompute"] = asked.recompute
     if values["recompute"] != "auto":
         del values["chunk"]
-    del values["seq"]  # which has another default in train.py
+    del values["seq"]  # train.py has another default, so the command always says it
     nodes = plan.ranks // plan.per_node
-    meet = " --rdzv-backend c10d --rdzv-id RUN --rdzv-endpoint FIRST_NODE:29400" * (nodes > 1)
+    rendezvous = ""
+    if nodes > 1:
+        rendezvous = " --rdzv-backend c10d --rdzv-id RUN --rdzv-endpoint FIRST_NODE:29400"
     return (
-        f"torchrun --nproc_per_node {plan.per_node} --nnodes {nodes}{meet} train.py "
-        f"--model {asked.model} --seq {in_size(plan.seq)} {given(values)}"
+        f"torchrun --nproc_per_node {plan.per_node} --nnodes {nodes}{rendezvous} train.py "
+        f"--model {asked.model} --seq {in_size(plan.seq)} {non_default_flags(values)}"
     )
 
 
-def given(values):
-    """Return the flags of Constraints that have values other than their defaults."""
+def non_default_flags(values):
+    """Return the flags of Constraints whose values are not their defaults, as a command has
+    them."""
     return " ".join(
         f"{flag_name(name)} {in_size(values[name])}"
         for name, f in flags_of(Constraints).items()
@@ -1197,7 +1475,7 @@ def given(values):
 
 
 def rates_in_words(hardware: Hardware) -> str:
-    """Say which kernel's seconds and which host's launches a prediction has."""
+    """Say which kernel's seconds and which host's launches a prediction uses."""
     kernel = nearest_kernel(hardware.profile, hardware.kernel)
     attention = f"attention takes the seconds of {kernel}"
     if hardware.kernel not in ("auto", kernel):
@@ -1209,108 +1487,158 @@ def rates_in_words(hardware: Hardware) -> str:
     return f"{attention}; {launches}"
 
 
+def table(header: list[str], rows: list[list[str]]) -> str:
+    """Return rows as lines of text. Each column is as wide as its widest cell."""
+    widths = [max(map(len, column)) for column in zip(header, *rows)]
+    return "\n".join(
+        "   ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip()
+        for row in (header, *rows)
+    )
+
+
 def describe_plans(plans: list[Plan], hardware: Hardware) -> str:
-    """Return a line a plan for people, with what differs from the first, which is in words already;
-    where the first one's seconds and bytes go."""
-    lines = []
-    for plan in plans:
-        found = figures(plan, hardware)
-        mfu = ""
-        if found["mfu_full"]:
-            mfu = f"MFU {found['mfu_causal']:.1%} causal, {found['mfu_full']:.1%} full, "
-        lines.append(
-            f"{plan.step_s:.4g} s a step, {found['tgs']:,.0f} tokens a second and device (TGS), "
-            f"{mfu}{found['tokens_a_day']:,.0f} tokens a day, "
-            f"{in_unit(plan.gpu_bytes)} a device, "
-            f"{in_unit(plan.host_bytes * plan.per_node)} of a node's host: "
-            f"{in_words(plan, plans[0]) or 'as above'}"
-        )
+    """Return tables: a row per plan, with what differs from the first plan, whose choices are
+    printed already; and the seconds and the memory of the first plan."""
+    rows = []
+    for i, plan in enumerate(plans):
+        numbers = figures(plan, hardware)
+        row = {
+            "plan": f"{i + 1}",
+            "s per step": f"{plan.step_s:.4g}",
+            "TGS": f"{numbers['tgs']:,.0f}",
+        }
+        if numbers["mfu_full"]:
+            row["MFU causal"] = f"{numbers['mfu_causal']:.1%}"
+            row["MFU full"] = f"{numbers['mfu_full']:.1%}"
+        row |= {
+            "tokens per day": f"{numbers['tokens_a_day']:,.0f}",
+            "GPU memory": in_unit(plan.gpu_bytes),
+            "host memory per node": in_unit(plan.host_bytes * plan.per_node),
+            "choices": in_words(plan, plans[0]) or "as above",
+        }
+        rows.append(row)
+
+    best = plans[0]
     seconds = [
-        f"{name} {value:.3g}"
-        for name, value in plans[0].seconds.items()
-        if value > 5e-4 * plans[0].step_s
+        [name, f"{value:10.3f}", f"{value / best.step_s:6.1%}"]
+        for name, value in best.seconds.items()
+        if value > 5e-4 * best.step_s
     ]
-    unit_bytes, unit = unit_of(plans[0].gpu_bytes)
+    unit_bytes, unit = unit_of(best.gpu_bytes)
+    memory = [
+        [name, f"{value / unit_bytes:11.2f}"]
+        for name, value in [*best.memory.items(), ("total", best.gpu_bytes)]
+        if value > unit_bytes / 200
+    ]
     return "\n".join(
         [
-            *lines,
-            f"seconds of a step by profile {hardware.profile.name} (of communication what nothing "
-            f"hides): {', '.join(seconds)}",
+            table([*rows[0]], [[*row.values()] for row in rows]),
+            "TGS: tokens per GPU per second.",
+            "",
+            table(
+                [f"time of plan 1, by profile {hardware.profile.name}", "s per step", ""], seconds
+            ),
+            "Communication counts only as far as nothing hides it.",
             rates_in_words(hardware),
-            f"{unit} of a device: {by_purpose(plans[0])}; "
-            f"{plans[0].gpu_bytes / unit_bytes:.2f} in all",
+            "",
+            table(["memory of plan 1", f"{unit} per GPU"], memory),
         ]
     )
 
 
-def reasons(found, best):
-    """Return a line a choice: its rule, and the best other value that fits."""
-    lines = []
+def why(c, plan, name):
+    """Return the reason for one of a plan's choices: the flags that set it, or the search's."""
+    if name in ("tp", "pp") and getattr(c, name) == 1:
+        return f"the default; --{name} auto searches it"
+    flags = FLAGS_OF_CHOICE[name]
+    asked = non_default_flags({flag: getattr(c, flag) for flag in flags})
+    if asked and len(flags) == 1:
+        return f"set by {asked}"
+    if name == "sp" and c.batch and c.batch < plan.state_ranks:
+        least = ceil_div(plan.state_ranks, c.batch)  # sp = state_ranks / dp, and dp divides batch
+        if least == plan.state_ranks:
+            return f"the only legal value with --batch {c.batch}"
+        return f"--batch {c.batch} needs {least} or more; {REASONS[name]}"
+    if asked:
+        return f"with {asked}: {REASONS[name]}"
+    return REASONS[name]
+
+
+def describe_choices(c, plans, best):
+    """Return a table with a row per choice of the best plan: its value, why it is chosen, and the
+    best other value. plans: all plans that were priced and fit, fastest first."""
+    rows = []
     for name, text in choices(best).items():
-        line = f"  {name} {text}: {RULES[name]}"
-        for other in found:
+        next_best = "-"
+        for other in plans:
             if choices(other)[name] != text:
                 more = other.token_s / best.token_s - 1
-                tie = " (a tie)" * (abs(more) <= TIE)
-                line += f"; {choices(other)[name]}: {more:+.1%}{tie}"
+                next_best = f"{choices(other)[name]}: {more:+.1%}"
+                if abs(more) <= TIE:
+                    next_best += " (a tie)"
                 break
-        lines.append(line)
-    return lines
+        rows.append([TITLES[name], text, why(c, best, name), next_best])
+    lines = [table(["choice", "value", "why", "next best: time per token"], rows)]
+    if "resident" in choices(best)["activations"]:
+        lines.append(
+            "Resident layers copy nothing to the host. The other layers swap their input and "
+            "attention's output, and a fraction alpha of their other activations."
+        )
+    return "\n".join(lines)
 
 
-def binding(c, hardware, best):
-    """Return what holds the best plan back: what would shorten its step most, if it were a thousand
-    times as fast, or memory without end, and layers kept what then fits."""
+def describe_limits(c, hardware, best):
+    """Return a line that says what binds the best plan: how much shorter its step would be if one
+    limit were lifted, and layers kept what then fits. A rate is lifted by a factor of 1000."""
     rates = {
         "FLOP/s": "flops",
         "copies to the host": "host",
         "the network": "network",
         "memory bandwidth": "memory",
     }
-    without = {
+    lifted = {
         name: {"profile": scaled(hardware.profile, "", **{rate: 1000.0})}
         for name, rate in rates.items()
     }
-    without["GPU memory"] = {"gpu_budget": 2.0**60}
-    without["host memory"] = {"host_budget": 2.0**60}
+    lifted["GPU memory"] = {"gpu_budget": 2.0**60}
+    lifted["host memory"] = {"host_budget": 2.0**60}
     gains = sorted(
         (
-            (1 - fit(c, best, replace(hardware, **limits)).token_s / best.token_s, name)
-            for name, limits in without.items()
+            (1 - fit(c, best, replace(hardware, **limit)).token_s / best.token_s, name)
+            for name, limit in lifted.items()
         ),
         reverse=True,
     )
-    return "how much shorter a step would be without a limit to: " + ", ".join(
-        f"{name} {gain:.1%}" for gain, name in gains if gain > TIE
-    )
+    shown = ", ".join(f"{name} {gain:.1%}" for gain, name in gains if gain > TIE)
+    return f"what binds (how much shorter a step would be without this limit): {shown or '-'}"
 
 
-def describe(c, hardware, found, plans):
-    """Return what a command prints: the question, the plan, why, and what follows. found: what else
-    fits."""
-    profile, best = hardware.profile, plans[0]
+def describe(c, hardware, plans, best_plans):
+    """Return what the program prints: the question, the choices, plans and what binds them, and the
+    command. plans: all that were priced and fit. best_plans: those to print."""
+    profile, best = hardware.profile, best_plans[0]
     lines = [
-        f"{param_count(best.model) / 1e9:.2f} billion parameters, {best.seq:,} tokens a "
-        f"sequence, sequences a step: {best.batch}, GPUs: {hardware.ranks}, "
-        f"{hardware.per_node} a node; {in_unit(hardware.gpu_budget)} of a GPU, "
-        f"{in_unit(hardware.host_budget * hardware.per_node)} of a node's host memory to "
-        "plan with",
-        f"profile {profile.name}: {profile.device}, {profile.sources.get('all', 'see its file')}",
+        f"model: {c.model}, {param_count(best.model):,} parameters; {best.batch} x {best.seq:,} "
+        "tokens per step",
+        f"hardware: {hardware.ranks} x {profile.device}, {hardware.per_node} per node; to plan "
+        f"with: {in_unit(hardware.gpu_budget)} per GPU, "
+        f"{in_unit(hardware.host_budget * hardware.per_node)} of host memory per node",
+        f"rates: profile {profile.name}, {profile.sources.get('all', 'see its file')}",
         "",
-        *reasons(found, best),
+        describe_choices(c, plans, best),
         "",
-        command(best, c),
+        describe_plans(best_plans, hardware),
         "",
-        describe_plans(plans, hardware),
-        f"what binds: {binding(c, hardware, best)}",
+        describe_limits(c, hardware, best),
     ]
-    # another one: hardware.est knows what all plans have asked for
+    # a new Estimator, because hardware.est remembers what all plans have asked for
     est = Estimator(profile, hardware.kernel, hardware.processor)
     step_seconds(est, best)
     if est.outside_profile:
         lines.append(
             "not in the profile, at the nearest rates: " + "; ".join(sorted(est.outside_profile))
         )
+    lines += ["", command(best, c)]
     return "\n".join(lines)
 
 
@@ -1318,44 +1646,50 @@ def describe(c, hardware, found, plans):
 
 
 @dataclass(frozen=True)
-class Question(Constraints):
-    """What the program is asked."""
+class PlannerFlags(Constraints):
+    """All flags of planner.py: the fields below, and the Constraints."""
 
     # fmt: off
-    model: str = flag("7b", ", ".join(MODELS), among=MODELS, group="the question")
+    model: str = flag(
+        "7b", f"Model: {', '.join(MODELS)}.", among=MODELS, group="the question")
     cluster: str = flag(
-        "h200x8", f"profile of the machine: {', '.join(profile_files())}, a GPU (A100, H100, ...), "
-        "or a file of bench.py --profile")
-    ranks: Count = flag(None, "GPUs; auto: those of a node")
-    per_node: Count = flag(None, "GPUs of a node; auto: the cluster's")
-    top: int = flag(4, "plans to print: the best of another tp, pp or sp follow the first")
-    json: bool = flag(False, "print them as JSON, and nothing else")
+        "h200x8", f"Hardware profile: {', '.join(profile_files())}, a GPU's name (A100, H100, "
+        "...), or a file of bench.py --profile.")
+    ranks: Count = flag(None, "Number of GPUs. auto: those of one node.")
+    per_node: Count = flag(None, "GPUs per node. auto: as the cluster has.")
+    top: int = flag(
+        4, "How many plans to print. After the first one come the best plans with another tp, pp "
+        "or sp.")
+    json: bool = flag(False, "Print the plans as JSON, and nothing else.")
     leaf: str = flag(
-        "", "nodes under a leaf switch, or a file with a node's and its leaf's name a line: print "
-        "the best order of nodes")
+        "", "Print the order of nodes that sends the fewest bytes between leaf switches. The value "
+        "is a number of nodes per leaf, or a file with a node's name and its leaf's name per "
+        "line.")
     # fmt: on
     default_tokens: int = 2**19
 
     def hardware(self):
-        """Return the machine that is asked for. Raises ValueError."""
+        """Return the Hardware that the flags describe. Raises ValueError."""
         per_node = load_profile(self.cluster).per_node
         ranks = self.ranks or per_node
         per_node = min(ranks, self.per_node or math.gcd(min(per_node, ranks), ranks))
         if ranks % per_node:
             raise ValueError(
-                f"--ranks {ranks}: not divisible by --per-node {per_node}; "
-                f"legal here: {', '.join(map(str, divisors(ranks)))}"
+                f"--ranks {ranks}: nodes of --per-node {per_node} GPUs cannot hold them equally. "
+                f"Legal numbers per node: {', '.join(map(str, divisors(ranks)))}"
             )
         if self.attention not in ("auto", *KERNELS):
-            raise ValueError(f"--attention {self.attention}: one of auto, {', '.join(KERNELS)}")
+            raise ValueError(
+                f"--attention {self.attention}: choose one of auto, {', '.join(KERNELS)}"
+            )
         profile = load_profile(self.cluster, per_node)
         gpu = GPU_SHARE * (self.gpu_memory or profile.gpu_bytes)
         host = profile.host_bytes * 7 // 8 if self.host_memory is None else self.host_memory
         return Hardware(ranks, per_node, profile, gpu, host / per_node, self.kernel_of(profile))
 
     def kernel_of(self, profile):
-        """Return the attention kernel that is asked for. auto: the best one of the profile, which
-        has to take documents if there are any."""
+        """Return the attention kernel that the flags ask for. With documents, auto is the profile's
+        best kernel that takes documents."""
         if self.attention == "auto" and self.has_documents:
             names = [name for name in KERNELS if KERNELS[name].documents]
             return min(names, key=lambda name: name not in profile.attention)
@@ -1363,21 +1697,23 @@ class Question(Constraints):
 
 
 def changes_that_fit(asked, hardware):
-    """Return flags with which there is a plan, the smallest change first: fewer sequences a step or
-    at once, fewer tokens, more head groups, smaller chunks, another tensor mode, more memory of the
-    host or of a GPU, more GPUs."""
+    """Return changes of one flag with which a plan fits, the smallest change first.
+
+    They are fewer sequences per step or at once, fewer tokens, more head groups, smaller chunks,
+    another --tp-mode, more memory of the host or of a GPU, and more GPUs.
+    """
     seq, ranks = asked.seq, hardware.ranks
     gpu = round(hardware.gpu_budget / GPU_SHARE / GIB) * GIB
     node = int(hardware.host_budget * hardware.per_node / GIB) * GIB
     unit = math.lcm(256, ranks)
     batch = asked.batch or max(1, asked.default_tokens // seq)
-    found = {}
+    changes = {}  # text -> how large the change is
 
     def enough(name, value):
-        more = replace(asked, **{name: value})
-        return fits(more, MODELS[more.model], more.hardware())
+        changed = replace(asked, **{name: value})
+        return fits(changed, MODELS[changed.model], changed.hardware())
 
-    # what fits, if it fits at all, with each value behind the first one that does
+    # of each flag the first value that fits, by bisection: all values after it fit as well
     for name, now, values in (
         ("seq", seq, range((seq - 1) // unit * unit, 0, -unit)),
         ("host_memory", node, range(node + GIB, 16 * node + 2**10 * GIB, GIB)),
@@ -1387,38 +1723,40 @@ def changes_that_fit(asked, hardware):
         key = functools.partial(enough, name)
         for value in values[bisect.bisect_left(values, True, key=key) :][:1]:
             text = f"{flag_name(name)} {in_size(value)} instead of {in_size(now)}"
-            found[text] = abs(math.log(value / max(1, now)))
+            changes[text] = abs(math.log(value / max(1, now)))
 
-    # what was asked by hand and need not be, and one micro-batch, which keeps no sums in float32
+    # flags that were set by hand, as auto; and smaller batches, because a single micro-batch keeps
+    # no sums in float32
     smaller = [("batch", n, abs(math.log(n / batch))) for n in divisors(ranks) if n < batch]
-    for name, value, change in (
-        *smaller[::-1],
-        *[(name, None, 0.0) for name in ("micro_batch", "head_groups", "chunk")],
-        *[("tp_mode", mode, 0.0) for mode in ("mtp", "fsp") if asked.tp != 1],
-    ):
+    as_auto = [(name, None, 0.0) for name in ("micro_batch", "head_groups", "chunk")]
+    modes = [("tp_mode", mode, 0.0) for mode in ("mtp", "fsp")] if asked.tp != 1 else []
+    for name, value, change in (*smaller[::-1], *as_auto, *modes):
         now = getattr(asked, name)
-        if value != now and not any(text.startswith(flag_name(name)) for text in found):
-            if enough(name, value):
-                found[f"{flag_name(name)} {in_size(value)} instead of {in_size(now)}"] = change
-    return sorted(found, key=found.get)
+        known = any(text.startswith(flag_name(name)) for text in changes)
+        if value != now and not known and enough(name, value):
+            text = f"{flag_name(name)} {in_size(value)} instead of {in_size(now)}"
+            changes[text] = change
+    return sorted(changes, key=changes.get)
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Print the best plan of a command, and why. Returns the exit status: 1 if nothing fits."""
+    """Print the best plan for a command's flags, and why. Return the exit status: 1 if nothing
+    fits."""
     parser = make_parser(
-        Question, "Which factors? Print the best plan for a cluster, on any machine."
+        PlannerFlags,
+        "Choose the fastest plan that fits a cluster, by prediction. It runs on any machine.",
     )
-    asked = Question(**vars(parser.parse_args(argv)))
+    asked = PlannerFlags(**vars(parser.parse_args(argv)))
     try:
         check_values(asked)
         hardware = asked.hardware()
-        found = search(asked, MODELS[asked.model], hardware)
-        plans = best_of_kinds(found)[: asked.top]
-        text = describe(asked, hardware, found, plans)
+        plans = search(asked, MODELS[asked.model], hardware)
+        best_plans = best_per_parallelism(plans)[: asked.top]
+        text = describe(asked, hardware, plans, best_plans)
         if asked.leaf:
-            text += "\n" + place(plans[0], asked.leaf)
+            text += "\n" + describe_order(best_plans[0], asked.leaf)
     except TooLarge as e:
-        plans = []
+        best_plans = []
         text = "\n  ".join(
             [
                 f"nothing fits: {e}",
@@ -1429,10 +1767,10 @@ def main(argv: list[str] | None = None) -> int:
     except ValueError as e:
         parser.error(str(e))
     if asked.json:
-        rows = [figures(plan, hardware) | {"command": command(plan, asked)} for plan in plans]
+        rows = [figures(plan, hardware) | {"command": command(plan, asked)} for plan in best_plans]
         text = json.dumps({"plans": rows, "text": text})
     print(text)
-    return int(not plans)
+    return int(not best_plans)
 
 
 if __name__ == "__main__":

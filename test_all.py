@@ -1017,20 +1017,20 @@ NEVER_MEET = {
     ("chunks", "tp fsp"): ("2 tp=2 mode=fsp keep=mixed", "--tp-mode fsp: .*layers run whole"),
     ("chunks", "tp msp"): ("2 tp=2 mode=msp keep=again", "--tp-mode msp: .*layers run whole"),
     ("g>p", "os>g"): ("4 p=1 g=2 os=4", "g must be p or os"),
-    ("kv mqa", "tp"): ("2 model=mqa tp=2", "--tp 2: it must divide"),
+    ("kv mqa", "tp"): ("2 model=mqa tp=2", "--tp 2: tensor parallelism must divide"),
     ("heads", "kv mqa"): ("2 model=mqa sp=2", "share 1 key/value heads"),
     ("p>1", "whole matrices"): ("2 layout=inter p=2 g=2 os=2 optimizer=muon", "--p 1"),
     ("tp", "whole matrices"): (
         "2 layout=inter tp=2 optimizer=muon",
-        "--optimizer muon needs .*inter --p 1 --tp 1; legal here: none by these flags alone",
+        "--optimizer muon needs .*inter --p 1 --tp 1. Nearest legal choices: none, unless other",
     ),
 }
 REFUSED = list(NEVER_MEET.values()) + [
     (
         "1 groups=3",
-        "--head-groups 3: groups have equally many of a rank's 8 query heads and of its 4",
+        "--head-groups 3: groups must have equally many of a rank's 8 query heads and of its 4",
     ),
-    ("2 sp=2 ring=2 kernel=alibi", "--ring 2: --attention alibi, which may see heads.*: --ring 1"),
+    ("2 sp=2 ring=2 kernel=alibi", "--ring 2: --attention alibi, which may see heads.* --ring 1"),
 ]
 
 

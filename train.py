@@ -1536,7 +1536,7 @@ if __name__ == "__main__":
         )
     except torch.OutOfMemoryError as e:
         sys.exit(
-            f"train.py: out of GPU memory: {e}\nThe lines after 'plan:' above say how much memory "
+            f"train.py: out of GPU memory: {e}\nThe table 'memory of plan 1' above says what "
             "was planned. Shorten --seq, lower --micro-batch, --chunk, --alpha or "
             "--resident-layers, or take more GPUs or a larger --sp. All saved checkpoints are "
             "complete: continue with --resume"

@@ -24,6 +24,7 @@ lacks.
 import bisect
 import json
 import sys
+from dataclasses import astuple
 from pathlib import Path
 
 HERE = Path(__file__).parent
@@ -140,6 +141,21 @@ def best_plan(model: ModelConfig, gpus: int, **flags) -> Plan | None:
         return None
 
 
+def layers_keep(plan: Plan) -> str:
+    """Return what layers keep, in as few words as a table's column has room for."""
+    kept = plan.activations
+    text = "all"
+    if kept and kept.kept_chunks < kept.layers * kept.chunks:
+        text = f"k={kept.resident} alpha={kept.alpha:.2f}"
+    if kept and kept.chunks > 1:
+        text += f", chunks of {plan.chunk:,}"
+    if kept and kept.stride > 1:
+        text += f", inputs of one in {kept.stride}"
+    if kept and kept.layers_recomputing_attention:
+        text += f", attention twice in {kept.layers_recomputing_attention}"
+    return text
+
+
 def amsp_flags(name: str, sequences: int) -> dict:
     """Return the flags of AMSP's experiments: data parallelism only, with micro-batches of one
     sequence of 4,096 tokens, and `sequences` of them per step."""
@@ -173,11 +189,10 @@ def choices() -> list[dict]:
         best = best_plan(model, gpus, os_layout="inter", **flags)
         row = {"setting": text, "GPUs": f"{gpus}"}
         for whose, plan in (("the paper's", paper), ("the model's best", best)):
-            words = planner.choices(plan)
-            layers_keep, *_ = words["layers keep"].split(",")
+            keeps, *_ = layers_keep(plan).split(",")
             row |= {
-                f"{whose} p,g,os": words["p,g,os"].split()[0],
-                f"sp, layers of {whose}": f"{words['sp']}, {layers_keep}",
+                f"{whose} p,g,os": "{},{},{}".format(*astuple(plan.factors)),
+                f"sp, layers of {whose}": f"{plan.sp}, {keeps}",
                 f"seconds of {whose}": f"{plan.step_s:.4g}",
                 f"GiB of {whose}": f"{plan.gpu_bytes / GIB:.1f}",
             }
@@ -261,14 +276,13 @@ def memo() -> list[dict]:
     for question, published in MEMO.items():
         gpus, kilo_tokens = map(int, question.split())
         plan = best_plan(MODELS["7b"], gpus, seq=kilo_tokens * 1024, os_place="gpu")
-        words = planner.choices(plan)
         predicted = planner.figures(plan, a800s(gpus))
         rows.append(
             {
                 "GPUs": f"{gpus}",
                 "tokens": f"{kilo_tokens:,}K",
-                "sp": f"{words['sp']}, rings of {words['ring']}",
-                "layers keep": words["layers keep"],
+                "sp": f"{plan.sp}, rings of {plan.ring}",
+                "layers keep": layers_keep(plan),
                 "host GiB a node": f"{predicted['host_gib']:.0f}",
                 "causal MFU": f"{100 * predicted['mfu_causal']:.1f} / **{published}**",
             }

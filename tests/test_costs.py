@@ -192,7 +192,7 @@ def test_predictions_and_rings_are_what_shard_launches(factors, layout, several,
         sent[kind, ranks] += size * (1 if kind == "ring" else (1 + twice) * (1 - 1 / len(ranks)))
     assert +predicted == approx(total)
     of_matrices = 1 - 11 * 64 / m.param_count(cfg)  # without vectors
-    for ring in planner.make_rings(plan):
+    for ring in planner.plan_traffic(plan):
         kind = KINDS.get(ring.kind, ring.kind)
         if ring.sent:
             sent_around = ring.sent * (of_matrices if ring.kind in KINDS else 1)

@@ -120,7 +120,7 @@ def test_planner_runs_layers_whole_where_chunks_keep_all():
     found = planner.search(planner.Constraints(seq=4096, batch=4), m.MODELS["1b"], there)[:2]
     assert {plan.recompute for plan in found} == {"none", "auto"}
     for order in (found, found[::-1]):
-        assert planner.best_of_kinds(order)[0].recompute == "none"
+        assert planner.best_per_parallelism(order)[0].recompute == "none"
 
 
 def test_planner_says_whose_seconds_it_uses():
@@ -147,10 +147,10 @@ def test_planner_says_whose_seconds_it_uses():
         "My CPU 9000"
     )
     # of kernels that take documents; cudnn takes none
-    question = planner.Question(document_token=3)
+    question = planner.PlannerFlags(document_token=3)
     two = replace(H200, attention={name: H200.attention[name] for name in ("cudnn", "flash")})
     assert question.kernel_of(two) == "flash"
-    assert planner.Question().kernel_of(two) == "auto"
+    assert planner.PlannerFlags().kernel_of(two) == "auto"
     with raises(SystemExit):
         ask(f"{asked} --attention fa5")
 
@@ -178,9 +178,10 @@ def test_sizes_are_said_in_a_unit_that_shows_them():
         assert streams.in_unit(size) == text
     assert streams.in_unit(2**30 * 1.234, 2) == "1.23 GiB"
     text = ask("--model tiny --ranks 2 --seq 256 --batch 2 --cluster cpu --os-place host --top 1")
-    assert re.search(r", \d+\.\d MiB a device, \d+\.\d MiB of a node's host: ", text)
-    (of_device,) = re.findall("^MiB of a device: (.*); (.*) in all$", text, re.MULTILINE)
-    assert sum(map(float, re.findall("[0-9.]+", of_device[0]))) == approx(float(of_device[1]), 0.01)
+    assert re.search(r"  \d+\.\d MiB +\d+\.\d MiB +as above$", text, re.MULTILINE)
+    (rows,) = re.findall("^memory of plan 1 +MiB per GPU\n((?:.+\n)+)", text, re.MULTILINE)
+    *parts, total = (float(row.split()[-1]) for row in rows.splitlines())
+    assert sum(parts) == approx(total, 0.01)
     assert "0.0 GiB" not in text
     with raises(
         ValueError, match=r"--host-memory 1048576.0 GiB is too much: .* allows [0-9.]+ [GM]iB. "
@@ -268,8 +269,8 @@ SEARCHED_IF_ASKED = {"tp": "tp", "pp": "pp", "pp_chunks": "pp"}
 MANY = bool(os.environ.get("ALL_COMBINATIONS"))
 
 
-def draw_question(some: random.Random) -> planner.Question:
-    return planner.Question(
+def draw_question(some: random.Random) -> planner.PlannerFlags:
+    return planner.PlannerFlags(
         model=some.choice(["1b", "7b", "llama3-8b", "13b"]),
         cluster=some.choice(["h200x8", "h100x1", "a800"]),
         ranks=some.choice([1, 2, 4, 8]),
@@ -278,7 +279,9 @@ def draw_question(some: random.Random) -> planner.Question:
     )
 
 
-def first_plan(asked: planner.Question, here: planner.Hardware | None = None) -> costs.Plan | None:
+def first_plan(
+    asked: planner.PlannerFlags, here: planner.Hardware | None = None
+) -> costs.Plan | None:
     """Return the first choice, None if nothing fits or the flags are illegal together. here: the
     machine, if it is known, with the rates that earlier questions have looked up."""
     with contextlib.suppress(ValueError):
@@ -321,9 +324,9 @@ def test_a_flag_by_hand_finds_nothing_better(seed):
             assert without and without.token_s <= 1.002 * by_hand.token_s, message
 
 
-def parse_question(command: str) -> planner.Question:
-    parser = planner.make_parser(planner.Question, "")
-    return planner.Question(**vars(parser.parse_args(command.split())))
+def parse_question(command: str) -> planner.PlannerFlags:
+    parser = planner.make_parser(planner.PlannerFlags, "")
+    return planner.PlannerFlags(**vars(parser.parse_args(command.split())))
 
 
 @slow
@@ -483,9 +486,9 @@ def test_planner_prints_plans():
         "--top 3"
     )
     text = ask(f"{flags} --leaf 1")
-    for name in planner.RULES:  # a reason a choice
-        assert re.search(rf"^  {name} .*: ", text, re.M), name
-    assert "what binds: " in text and "the given one" in text and "tokens a day" in text
+    for name in planner.TITLES.values():  # a reason a choice
+        assert re.search(rf"^{re.escape(name)} +\S.*   \S.*   \S", text, re.M), name
+    assert "what binds " in text and "the given order" in text and "tokens per day" in text
     assert "not in the profile, at " in ask("--model 1b --ranks 4 --per-node 4 --cluster h200x2")
     found = json.loads(ask(f"{flags} --json"))
     first, *others = found["plans"]
@@ -501,7 +504,7 @@ def test_planner_prints_plans():
         "--chunk 16K --alpha 0.5 --resident-layers 3 --host-memory 3072G"
     )
     text = ask(f"--model 7b --ranks 8 --cluster h200x8 {asked}")
-    assert re.search(r"what binds: .* limit to: FLOP/s 9", text)
+    assert re.search(r"what binds .*: FLOP/s 9", text)
     command = re.search("--model 7b .*", text)[0]
     for part in "--dtype fp32", "--alpha 0.5", "--resident-layers 3", "--host-memory 3072G":
         assert part in command
@@ -534,47 +537,56 @@ def test_planner_places_rings(tmp_path):
     "flags, message",
     [
         ("--cluster h300", "--cluster h300: .*one of .*h200x2"),
-        ("--ranks 6 --per-node 4", "--ranks 6: not divisible by --per-node 4; .*: 1, 2, 3, 6$"),
+        ("--ranks 6 --per-node 4", "--ranks 6: nodes of --per-node 4 .*: 1, 2, 3, 6$"),
         (
             "--ranks 8 --sp 8 --ring 3",
             "--sp 8 --ring 3: .* 16 key/value heads.*--sp 8 --ring 2, --sp 8 --ring 4",
         ),
         (
             "--ranks 8 --model llama3-8b --sp 8 --ring 1 --head-groups 3",
-            "4 query heads and of its 1 .* --head-groups 1, --head-groups 2, --head-groups 4$",
+            "4 query heads and of its 1 .* choices: --head-groups 1, --head-groups 2, --head-groups 4$",
         ),
         (
             "--ranks 16 --per-node 16 --model llama3-8b --sp 16 --ring 1",
             "--ring 1: .* 8 key/value heads.*--sp 16 --ring 2",
         ),
-        ("--ranks 8 --sp 8 --ring 8 --seq 40", "--ring 8: .*--seq 40 is cut .*--sp 8 --ring 4"),
+        ("--ranks 8 --sp 8 --ring 8 --seq 40", "--ring 8: --seq 40 must be .*--sp 8 --ring 4"),
         (
             "--ranks 8 --ring 2 --document-token 0",
-            "--ring 2: attention inside documents .*: --ring 1",
+            "--ring 2: attention inside documents .* --ring 1",
         ),
-        ("--ranks 8 --sp 3 --tokenizer x", "--sp 3 .* 8 ranks, .* --sp 2 --ring 1"),
-        ("--ranks 3 --seq 3K --sp 3 --document-token 3", "heads, and attention inside documents"),
+        ("--ranks 8 --sp 3 --tokenizer x", "--sp 3 .* 8 GPUs.* --sp 2 --ring 1"),
+        (
+            "--ranks 3 --seq 3K --sp 3 --document-token 3",
+            "heads equally, and attention inside documents",
+        ),
         ("--ranks 4 --tp 2 --os 4", "--tp 2 --pp 1 leave 2 of 4 ranks for the states"),
         ("--ranks 8 --pp 8 --alpha 0.5 --batch 8 --sp 1 --resident-layers 3", "at most 2 can stay"),
         ("--ranks 8 --tp 3", "--tp 3: .* 16 heads, 16 key/value .* --tp 2, --tp 4, --tp 8$"),
         ("--ranks 8 --per-node 4 --pp 16", "--pp 16 .*--pp 8 --pp-chunks 1"),
-        ("--ranks 24 --per-node 4 --pp 4", "--pp 4 .* 24 ranks, 4 a node, .*--pp 3 --pp-chunks 1"),
+        ("--ranks 24 --per-node 4 --pp 4", "--pp 4 .* 24 GPUs, 4 per node, .*--pp 3 --pp-chunks 1"),
         (
             "--ranks 8 --pp 8 --pp-chunks 4",
-            "--pp-chunks 4: 8 stages x 4 parts .* 24 layers, .*--pp 8 --pp-chunks 2",
+            "--pp-chunks 4: 8 stages x 4 virtual .* 24 layers.*--pp 8 --pp-chunks 2",
         ),
         (
             "--ranks 8 --pp 4 --pp-chunks 2 --sp 1 --batch 6",
-            "--pp-chunks 2: 3 micro-batches are no multiple of 4 stages.* --batch: 8",
+            "--pp-chunks 2, 3 micro-batches are no multiple of 4 stages.* --batch 8 is legal",
         ),
-        ("--ranks 4 --tp 4 --seq 18", "--seq 18 be a multiple of sp x tp = 1 x 4"),
+        ("--ranks 4 --tp 4 --seq 18", "--seq 18 must be a multiple of sp x tp = 1 x 4"),
         ("--ranks 4 --tp 4 --alpha 0.5", "--tp-mode msp: .*run whole, without --chunk, --alpha"),
-        ("--ranks 8 --pp 8 --resident-layers 4", "--resident-layers 4: a stage runs 3 layers"),
-        ("--ranks 8 --pp 2 --batch 4 --resident-layers 32", "32: a stage .* 12 layers; at most 12"),
-        ("--ranks 2 --sp 1 --batch 5", "--batch 5: not divisible by 2 data-.*; nearest: 4"),
-        ("--top 0", "--top 0: from 1"),
-        ("--ranks 8 --leaf 0", "--leaf 0: neither a number"),
-        ("--seq x", "a whole number"),
+        (
+            "--ranks 8 --pp 8 --resident-layers 4",
+            "--resident-layers 4: a virtual stage has 3 layers",
+        ),
+        (
+            "--ranks 8 --pp 2 --batch 4 --resident-layers 32",
+            "32: a virtual .* 12 layers; at most 12",
+        ),
+        ("--ranks 2 --sp 1 --batch 5", "--batch 5: 2 data-parallel groups .* choice: --batch 4"),
+        ("--top 0", "--top 0: choose a value from 1"),
+        ("--ranks 8 --leaf 0", "--leaf 0 must be a number"),
+        ("--seq x", "x is not a whole number"),
         ("--no-such-flag", "unrecognized arguments"),
     ],
 )
@@ -592,20 +604,20 @@ def test_planner_refuses(flags, message, capsys):
         (
             "--model 7b --ranks 8 --batch 1 --seq 4M --cluster h200x8 --sp 8 --ring 1 --p 8 "
             "--chunk 16K --os-place gpu --host-memory 8G",
-            "a step needs [0-9.]+ GiB a GPU of 132.8 .*activations 60.* host .* of 1.0",
+            "a step needs at least [0-9.]+ GiB per GPU of 132.8 .*activations 60.* host .* of 1.0",
         ),
         (
             "--model 13b --ranks 2 --seq 4K --batch 2 --cluster h200x2 --host-memory 8G "
             "--gpu-memory 60G",
-            "a step needs .* GiB a GPU of 57.0 .*p,g,os 2,2,2",
+            "a step needs .* GiB per GPU of 57.0 .*p=2 g=2 os=2",
         ),
         (
             "--model 65b --ranks 8 --batch 8 --seq 8K --cluster H100 --os-place host --sp 1",
-            "a step needs .*, and 91.2 GiB of host memory a rank of 61.2.*os on the host",
+            "a step needs .*, and 91.2 GiB of host memory per rank of 61.2.* states on the host",
         ),
         (
             "--model 7b --ranks 8 --batch 1 --seq 2M --alpha 1 --resident-layers 8",
-            "a step needs .*, and 498.0 GiB of host memory .*k=8 alpha=1.00",
+            "a step needs .*, and 498.0 GiB of host memory .*8 of 32 layers resident, alpha=1.00",
         ),
     ],
 )
@@ -635,7 +647,7 @@ def spine_bytes(leaves, rings, per_node) -> float:
     return total
 
 
-def rings_of(cfg, ranks, per_node, f, layout, several, sp, tokens) -> list[planner.Ring]:
+def rings_of(cfg, ranks, per_node, f, layout, several, sp, tokens) -> list[planner.Traffic]:
     """Return the rings of a plan of so many micro-batches, and tokens of a rank."""
     plan = costs.Plan(
         cfg,
@@ -648,7 +660,7 @@ def rings_of(cfg, ranks, per_node, f, layout, several, sp, tokens) -> list[plann
         factors=f,
         os_layout=layout,
     )
-    return list(planner.make_rings(plan))
+    return list(planner.plan_traffic(plan))
 
 
 @parametrize(
@@ -712,16 +724,16 @@ def test_leaf_flag(tmp_path):
     file.write_text("# the third row\nn2 left  # new\n\nn1\tright\n")
     assert list(planner.parse_leaf(str(file), 2).items()) == [("n2", "left"), ("n1", "right")]
     for text, message in (
-        ("n1 a\nn2\n", "a file of a node's name.*#1 has length 1; 2 is required"),
-        ("n1 a b\n", "a file of a node's name.*#0 has length 3; 2 is required"),
-        ("n1 a\nn2 a\nn1 b", "3 lines of 2 nodes, instead of one for each of 2"),
-        ("n1 a\n\nn2 a\nn3 b", "3 lines of 3 nodes, instead of one for each of 2"),
-        ("n1 a\n\n", "1 lines of 1 nodes, instead of one for each of 2"),
-        ("# none\n", "0 lines of 0 nodes, instead of one for each of 2"),
+        ("n1 a\nn2\n", "a file whose lines are a node's name.*#1 has length 1; 2 is required"),
+        ("n1 a b\n", "a file whose lines are a node's name.*#0 has length 3; 2 is required"),
+        ("n1 a\nn2 a\nn1 b", "each of 2 nodes once. It has 3 lines with 2 different"),
+        ("n1 a\n\nn2 a\nn3 b", "each of 2 nodes once. It has 3 lines with 3 different"),
+        ("n1 a\n\n", "each of 2 nodes once. It has 1 lines with 1 different"),
+        ("# none\n", "each of 2 nodes once. It has 0 lines with 0 different"),
     ):
         file.write_text(text)
         with raises(ValueError, match=message):
             planner.parse_leaf(str(file), 2)
     for text in ("0", "2.5", str(tmp_path / "none")):
-        with raises(ValueError, match="neither a number of nodes a leaf, from 1 on, nor"):
+        with raises(ValueError, match="must be a number of nodes per leaf, at least 1, or"):
             planner.parse_leaf(text, 2)
