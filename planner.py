@@ -1,8 +1,8 @@
 """Choose the fastest plan of a training step that fits memory.
 
-A plan says how many GPUs share a sequence (sp) and a ring of it, how many groups heads have, how
-sequences form micro-batches, how model states are sharded (p, g, os), and which activations layers
-keep, swap or recompute. costs.py predicts a plan's seconds and counts its bytes. The planner takes
+A plan says how many GPUs share a sequence (sp), how sequences form micro-batches, how model states
+are sharded (p, g, os), and which activations layers keep, swap or recompute. costs.py predicts a
+plan's seconds and counts its bytes. The planner takes
 
     min  seconds of a step / its tokens
          GPU bytes <= memory of a GPU,  host bytes <= host memory per rank
