@@ -1339,6 +1339,7 @@ def traffic_seconds(est, plan, forward, backward, last_matrix):
     }
     # other passes begin with the weights of two layers still in their buffers
     gathers = {"param_gather": max(0, layers - 2) * UnitSeconds(*per_layer).param_gather}
+    # after an earlier micro-batch comes another pass, so all of its gradients overlap
     early_backward = gathers | {
         "grad_scatter": hidden.early_grad_scatter + outside.early_grad_scatter
     }
