@@ -294,7 +294,6 @@ class Plan:
         matrix. The last two columns say whether the collective runs in these micro-batches.
         """
         p, g, os = astuple(self.factors)
-        world = self.state_ranks
 
         # g > p: a rank keeps only the gradients that it updates, so it reduces each micro-batch's
         reduces_early = g > p
@@ -302,11 +301,11 @@ class Plan:
 
         if self.os_layout == "intra":
             subgroup_sum = (reduce_stream, "reduce_scatter", os, p, reduces_early, True)
-            sum_over_replicas = ("grad_reduce", "all_reduce", world, os, False, True)
+            sum_over_replicas = ("grad_reduce", "all_reduce", self.state_ranks, os, False, True)
             broadcast = "all_gather"
         else:  # inter: the last micro-batch has one sum over all replicas, and none inside os
             subgroup_sum = (reduce_stream, "all_reduce", os, p, reduces_early, False)
-            sum_over_replicas = (reduce_stream, "all_reduce", world, p, False, True)
+            sum_over_replicas = (reduce_stream, "all_reduce", self.state_ranks, p, False, True)
             broadcast = "broadcast"
 
         return (
@@ -1339,6 +1338,7 @@ def traffic_seconds(est, plan, forward, backward, last_matrix):
     }
     # other passes begin with the weights of two layers still in their buffers
     gathers = {"param_gather": max(0, layers - 2) * UnitSeconds(*per_layer).param_gather}
+    # after an earlier micro-batch comes another pass, so all of its gradients overlap
     early_backward = gathers | {
         "grad_scatter": hidden.early_grad_scatter + outside.early_grad_scatter
     }
