@@ -1,4 +1,4 @@
-"""Commands that are refused, with the sentence that each one says, and dry runs."""
+"""Show that commands which cannot run are refused with a helpful sentence, and check dry runs."""
 
 import importlib
 import os
@@ -207,8 +207,10 @@ REFUSED = [
 
 @parametrize("command, sentence", REFUSED)
 def test_refused(command, sentence, sandbox, tmp_path, monkeypatch, capsys):
-    """Each command of REFUSED ends with its sentence before any work. Catches bad input that is
-    found late, or without the numbers that would help."""
+    """Each command of REFUSED ends with its error message before any work begins.
+
+    Catches bad input that is found late, or an error without the numbers that would help.
+    """
 
     def deny():
         raise PermissionError(13, "Permission denied", "locked.txt")  # root may read everything
@@ -243,7 +245,7 @@ DIFFERENT = [  # flags of a rank that is started in a folder of its own, and wha
 
 
 def refused_on_two(folder: str, ports: list[int]) -> None:
-    """Runs on two ranks: print why each row of DIFFERENT is refused."""
+    """Print why each row of DIFFERENT is refused. Runs on two ranks."""
     rank = os.environ["RANK"]
     os.chdir(Path(folder) / rank)
     for port, (flags, _) in zip(ports, DIFFERENT):
@@ -258,8 +260,10 @@ def refused_on_two(folder: str, ports: list[int]) -> None:
 
 @slow
 def test_refused_on_all_ranks(tmp_path):
-    """What ranks have differently, or only one of them finds, ends all with the same sentence, and
-    none waits for the others. Catches bad input that is found on one rank only."""
+    """If ranks differ, or only one rank finds an error, all end with the same message.
+
+    No rank waits for the others. Catches bad input that is found on one rank only.
+    """
     for rank in "01":
         (tmp_path / rank).mkdir()
         (tmp_path / rank / "both.txt").write_text((1000 + int(rank)) * "x")
@@ -273,17 +277,21 @@ def test_refused_on_all_ranks(tmp_path):
 
 
 def test_versions_that_are_too_old_are_refused(monkeypatch):
-    """A torch that is too old is refused, with the version that is needed. Catches a run that ends
-    in a missing function."""
+    """A torch that is too old is refused, and the error names the version that is needed.
+
+    Catches a run that ends in a missing function.
+    """
     monkeypatch.setattr(torch, "__version__", torch.torch_version.TorchVersion("2.9.1"))
     with raises(ValueError, match="torch 2.9.1 is too old: .* at least 2.11"):
         main("")
 
 
 def test_dry_run(tmp_path, capsys):
-    """A dry run prints the plan and touches nothing. 12.55 GiB are two bytes for each of
-    6,738,415,616 parameters, 75.30 are twelve for each in a matrix. Catches a dry run that plans
-    otherwise than planner.py."""
+    """A dry run prints the plan and touches nothing.
+
+    12.55 GiB are 2 bytes for each of the 6,738,415,616 parameters. 75.30 GiB are 12 bytes for each
+    parameter in a matrix. Catches a dry run whose plan is not planner.py's.
+    """
     main(f"--dry-run --dtype bf16 --model 7b --seq 16K --batch 1 --out {tmp_path}/a")
     text = capsys.readouterr().out
     assert "6,738,415,616 parameters" in text and "parameters 12.55, gradients 12.55" in text

@@ -1,4 +1,4 @@
-"""Planned memory: address plans, replay, and the bytes of a step, counted and simulated."""
+"""Test planned memory: address plans, replay, and the bytes of a step, counted and simulated."""
 
 import contextlib
 import gc
@@ -58,7 +58,7 @@ def random_buffers(n, seed):
 
 
 def is_plan(buffers, offsets, peak: int) -> bool:
-    """Return whether no two overlap, and none leaves [0, peak): the definition, pair by pair."""
+    """Return whether no two buffers overlap and none leaves [0, peak). It compares each pair."""
     placed = [*zip(buffers, offsets, strict=True)]
     apart = all(
         a.end <= b.start or b.end <= a.start or x + a.size <= y or y + b.size <= x
@@ -80,9 +80,11 @@ LARGE = [b._replace(size=b.size * 10**9 + i) for i, b in enumerate(HOLES)]
 
 @parametrize("buffers", [HOLES, LARGE, *(random_buffers(3 + n % 5, n) for n in range(12))])
 def test_memory_plans_are_the_best(buffers):
-    """The peak is that of the best of first fits in all orders, among which is the best plan, and
-    it is proved to what floating point tells apart. Catches buffers that overlap, a peak above the
-    best, and a lower bound above the best."""
+    """A plan's peak is the lowest one, and the lower bound proves it.
+
+    The best of first fits in all orders is the best plan. The bound is exact up to floating-point
+    error. Catches buffers that overlap, a peak above the best, and a lower bound above the best.
+    """
     plan = memplan.solve(buffers, time_limit=20)
     rows = memplan.as_rows(buffers)
     orders = itertools.permutations(range(len(buffers)))
@@ -92,8 +94,10 @@ def test_memory_plans_are_the_best(buffers):
 
 
 def test_memory_plan_checker_is_the_definition():
-    """The checker accepts exactly those plans in which no two buffers overlap and none leaves the
-    arena. Catches a checker that lets a wrong plan pass."""
+    """The checker accepts a plan only if no buffers overlap and none leaves the arena.
+
+    It accepts all such plans. Catches a checker that lets a wrong plan pass.
+    """
     rng, seen = random.Random(0), set()
     for seed in range(2000):
         buffers = random_buffers(rng.randint(1, 6), seed)
@@ -107,7 +111,9 @@ def test_memory_plan_checker_is_the_definition():
 
 def test_memory_plan_ends_in_time(tmp_path, monkeypatch):
     """The integer program runs in a process of its own, which is ended when its time is over.
-    Catches a program that does not end."""
+
+    Catches a program that does not end.
+    """
     monkeypatch.setattr(memplan, "FEW_PAIRS", 0)
     assert memplan.solve(HOLES).optimal
     slow = tmp_path / "slow.py"
@@ -120,8 +126,10 @@ def test_memory_plan_ends_in_time(tmp_path, monkeypatch):
 @slow
 @parametrize("name", ["16k", "64k", "256k"])
 def test_memory_plans_of_recorded_steps(name):
-    """Plans of steps that bench.py recorded on GPUs take no byte more than is alive at once.
-    Catches a peak above the best on steps of real size."""
+    """Plans of steps that bench.py recorded on GPUs need no more bytes than are alive at once.
+
+    Catches a peak above the best on steps of real size.
+    """
     _, buffers = memplan.read_trace(ROOT / "results" / f"memplan-{name}-2x.csv")
     plan = memplan.solve(buffers)
     memplan.check(buffers, plan.offsets, plan.peak)
@@ -149,17 +157,21 @@ LONG_PASS = [
     ],
 )
 def test_memory_plan_of_two_levels(buffers, peak, method, other):
-    """Nine equal passes, each at its best, and a buffer that outlives them: Memo's two levels are
-    taken, or a first fit of all where that is lower, and both are named. Catches a level that is
-    placed worse than without it."""
+    """Memo's two levels are used, unless a first fit of all buffers has a lower peak.
+
+    The trace has nine equal passes, each planned at its best, and a buffer that outlives them. The
+    result names both peaks. Catches a level whose plan is worse than without it.
+    """
     plan = memplan.solve(buffers, time_limit=20)
     assert is_plan(buffers, plan.offsets, peak)
     assert plan.method.startswith(method) and f"({other}" in str(plan)  # both are said
 
 
 def test_memplan_program(tmp_path, capsys):
-    """memplan.py reads a trace with passes and its columns in any order, and the plan that it
-    writes is a trace again. Catches a trace that is read wrongly, also one that Excel wrote."""
+    """memplan.py reads a trace with passes and its columns in any order, and writes a trace again.
+
+    Catches a trace that is read wrongly, including one that Excel wrote.
+    """
     trace, plan, plot = tmp_path / "t.csv", tmp_path / "p.csv", tmp_path / "p.png"
     trace.write_text(
         'pass,id,upper,lower,size\r\n"forward, layer 1",a,3,0,8\r\n,b,9,0,4\r\n'
@@ -186,8 +198,10 @@ def test_memplan_program(tmp_path, capsys):
     ],
 )
 def test_memplan_names_the_line(text, message, tmp_path, capsys):
-    """A trace that is no trace is refused with the line. Catches a bad row that is skipped or ends
-    in a traceback."""
+    """A file that is not a trace is refused, and the error names the line.
+
+    Catches a bad row that is skipped or ends in a traceback.
+    """
     trace = tmp_path / "t.csv"
     trace.write_text(text)
     assert memplan.main([str(trace)]) == 2
@@ -198,9 +212,11 @@ def test_memplan_names_the_line(text, message, tmp_path, capsys):
 
 
 def test_memory_replay_is_bit_equal():
-    """Steps on planned addresses equal those of a twin without; a step of another length harms
-    nothing, and a step that has changed is recorded again. Catches a changed step that runs on an
-    old plan."""
+    """Steps at planned addresses equal those of a twin without a plan.
+
+    A step of another length does no harm, and a step that has changed is recorded again. Catches a
+    changed step that runs on an old plan.
+    """
 
     def make_step():
         model = seeded_model(SMALL)
@@ -231,8 +247,11 @@ def test_memory_replay_is_bit_equal():
 
 @parametrize("first, second", [([9000], [8000]), ([9000], [2000, 3000]), ([2000, 3000], [9000])])
 def test_memory_replay_refuses_what_is_taken(first, second):
-    """Tensors that were never alive together share an address; when they are, both keep what they
-    hold. Catches a tensor that is placed over a live one."""
+    """Two tensors that share an address and are then alive together both keep their values.
+
+    Tensors share an address if they were never alive together. Catches a tensor that is placed over
+    a live one.
+    """
     kept = []
 
     def step(held):
@@ -281,16 +300,21 @@ def check_planned_steps(device: str, keep: str, least: int) -> None:
     ],
 )
 def test_planned_steps_are_bit_equal(device, keep, least):
-    """Training at planned addresses equals training without, in chunks that swap, and with whole
-    layers as a CUDA graph. Catches an address of a tensor that is still needed, and an input that
-    is frozen in the graph."""
+    """Training at planned addresses equals training without a plan.
+
+    Layers swap in token chunks, or run whole as a CUDA graph. Catches an address of a tensor that
+    is still needed, and an input that is frozen in the graph.
+    """
     on_ranks(1, check_planned_steps, device, keep, least, gpus=int(device == "cuda"))
 
 
 @slow
 def test_planned_run_is_bit_equal(tmp_path):
-    """train.py with `--memplan on` has the losses that it has without, with sequences over ranks,
-    chunks, an evaluation and a checkpoint in between. Catches a plan that changes a loss."""
+    """train.py has the same losses with `--memplan on` and without.
+
+    Ranks share sequences, layers run in chunks, and there is an evaluation and a checkpoint.
+    Catches a plan that changes a loss.
+    """
     flags = "--sp 2 --chunk 16 --alpha 0.5 --eval-every 5 --save-every 4"
     run(f"{flags} --out {tmp_path}/off", 2)
     text = run(f"{flags} --out {tmp_path}/on --memplan on", 2)
@@ -307,8 +331,10 @@ def test_planned_run_is_bit_equal(tmp_path):
 
 @contextlib.contextmanager
 def as_on_a_gpu(one_kernel: Callable):
-    """Let what is one kernel on a GPU, or runs on a side stream, be inside one_kernel(), and let
-    there be no other rank."""
+    """Make a step on the CPU allocate as on a GPU, on one rank.
+
+    What is one kernel on a GPU, or runs on a side stream, runs inside one_kernel().
+    """
 
     def after_compute(stream):
         return one_kernel() if stream.overlap else contextlib.nullcontext()
@@ -335,9 +361,13 @@ def as_on_a_gpu(one_kernel: Callable):
 
 
 def simulate_step(plan: costs.Plan) -> tuple[list[memplan.Lifetime], float, float]:
-    """Return the first rank's buffers in a step on GPUs, as large as are planned, the bytes of what
-    lasts between steps, and those that are counted: on fake tensors of the CPU, in a process group
-    that sends nothing. What is born and dies in a fused kernel or on a side stream is left out."""
+    """Simulate a GPU's step on rank 0. Return its buffers and two sums of bytes.
+
+    The buffers are those that are large enough to be planned. The sums are the bytes that last
+    between steps, and the bytes that the planner counts. The step runs on fake tensors of the CPU,
+    in a process group that sends nothing. Buffers that are made and freed in a fused kernel or on a
+    side stream are left out.
+    """
     clock = itertools.count()
     running = [None]  # a stack, whose last is a token of the kernel or the stream
     alive, dead = {}, []  # by birth, size and kernel; buffers
@@ -406,9 +436,11 @@ def peak_alive(buffers):
     ],
 )
 def test_counted_memory_is_what_a_step_needs(name, ranks, seq, factors, kept, choices):
-    """The bytes that planner.py counts equal those of simulated steps of some layers (GPUs measured
-    122.2 GiB where 122.1 were simulated, of 32 layers in the first case). Catches a peak that the
-    formula lacks."""
+    """The bytes that planner.py counts equal those of simulated steps.
+
+    The steps have some of a model's layers. With 32 layers in the first case, GPUs measured 122.2
+    GiB where 122.1 were simulated. Catches a peak that the formula lacks.
+    """
     model = replace(m.MODELS[name], layers=4)
     plan = swapping_plan(model, ranks, seq, factors, kept, **{"chunk": 2**14, **choices})
     requests, lasting, counted = simulate_step(plan)
@@ -425,8 +457,11 @@ def test_counted_memory_is_what_a_step_needs(name, ranks, seq, factors, kept, ch
     ][: 1 + ALL_COMBINATIONS],
 )
 def test_simulated_step_requests_what_a_gpu_did(name, seq, factors, kept, chunk):
-    """A step on fake tensors requests what bench.py recorded of PyTorch's allocator on GPUs, for
-    the plans in memplan-16k-64k-2xh200.json. Catches a simulation that requests what no GPU did."""
+    """A step on fake tensors requests the same memory as a step that bench.py recorded on GPUs.
+
+    The plans are those in memplan-16k-64k-2xh200.json. Catches a simulation that requests what no
+    GPU did.
+    """
     _, real = memplan.read_trace(ROOT / "results" / f"memplan-{name}-2x.csv")
     plan = swapping_plan(m.MODELS["7b"], 2, seq, factors, kept, chunk=chunk, head_groups=4)
     requests, _, _ = simulate_step(plan)
@@ -438,9 +473,12 @@ def test_simulated_step_requests_what_a_gpu_did(name, seq, factors, kept, chunk)
 
 
 def test_gradients_of_chunks_are_rounded_once(group):
-    """Gradients of bf16 matrices in four chunks, kept in bf16, are within half a bit of those in
-    float32 of two micro-batches, whose second has no labels: as Adam's first moment sees them.
-    Catches gradients of chunks or of micro-batches that add up in bf16."""
+    """Gradients of bf16 matrices that token chunks accumulate are rounded only once.
+
+    There are four chunks, and two micro-batches of which the second has no labels. Gradients kept
+    in bf16 are within half a bit of those in float32, as Adam's first moment sees them. Catches
+    gradients of chunks or micro-batches that add up in bf16.
+    """
     found = []
     tokens = torch.arange(64).remainder(SMALL.vocab)
     for several in (1, 2):
@@ -467,8 +505,11 @@ def test_gradients_of_chunks_are_rounded_once(group):
 
 
 def test_forgotten_activations_are_freed(group):
-    """A forward without a backward (out of memory, say) and one with it leave nothing behind: what
-    autograd saves does not hold what holds its graph. Catches memory that is never freed."""
+    """A forward leaves no memory behind, whether or not a backward follows.
+
+    A forward without a backward happens when memory runs out, for example. What autograd saves must
+    not hold the object that holds its graph. Catches memory that is never freed.
+    """
     model = seeded_model(SMALL, attention.Attention("cpu"))
     plan = offload.ActivationPlan(SMALL.layers, 4, SMALL.layers, 5)
     layers = offload.ChunkedLayers(model, (2, 20), plan, 10, torch.device("cpu"), torch.float64)
