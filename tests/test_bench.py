@@ -60,7 +60,7 @@ def test_bench_writes_its_rows(tmp_path, monkeypatch):
 
 
 def fsdp2_worker() -> None:
-    """Compare FSDP2's losses with ours from the same weights, up to bf16's rounding, on two ranks."""
+    """Compare FSDP2's losses with ours from the same weights, up to bf16 rounding, on two ranks."""
     table = bench.Bench(torch.device("cpu"), dist.get_rank(), 2, True, Path(), {})
     for recomputed, flags in (
         ("none", "--strategy zero3 --batch 2"),
