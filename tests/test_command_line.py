@@ -16,8 +16,9 @@ import train
 from helpers import edit_meta, on_file_event
 from test_all import QUICK_FLAGS, main, parametrize, run, slow
 
-# Edits of a copy of the sandbox (in sh, or of a meta.json with a checksum that is right), the
-# command that is refused then, and what it says. train.py has a short run's flags, and --out new.
+# Commands that are refused. A row has the command, after edits of a copy of the sandbox (in sh, or
+# "meta ...", which edits a meta.json and its checksum), and a regular expression for the error. A
+# train.py in a row gets the flags of a short run and --out new.
 REFUSED = [
     # ---- flags
     ("train.py --batch-size 5", "unrecognized.*--batch-size 5"),
@@ -213,7 +214,7 @@ def test_refused(command, sentence, sandbox, tmp_path, monkeypatch, capsys):
     """
 
     def deny():
-        raise PermissionError(13, "Permission denied", "locked.txt")  # root may read everything
+        raise PermissionError(13, "Permission denied", "locked.txt")  # root could read the file
 
     monkeypatch.chdir(tmp_path)
     *edits, command = command.split(" && ")
@@ -236,7 +237,7 @@ def test_refused(command, sentence, sandbox, tmp_path, monkeypatch, capsys):
     assert not Path("new/log.jsonl").exists() and not Path("ran").exists()
 
 
-DIFFERENT = [  # flags of a rank that is started in a folder of its own, and what both say
+DIFFERENT = [  # flags of one rank, which starts in its own folder, and the error of both ranks
     ("--lr 0.{rank}1", r"ranks were started differently: --lr is 0\.01 on rank 0, 0\.11 on rank 1"),
     ("--data only-0.txt", r".*no such file or folder.* \(on ranks \[1\]\)"),
     ("--data both.txt", ".*?the data is .*? on rank 0, .*? on rank 1"),
@@ -296,5 +297,5 @@ def test_dry_run(tmp_path, capsys):
     text = capsys.readouterr().out
     assert "6,738,415,616 parameters" in text and "parameters 12.55, gradients 12.55" in text
     assert "optimizer 75.30" in text and "a second and device (TGS), " in text
-    assert "MFU" not in text and "nan" not in text  # of a CPU
+    assert "MFU" not in text and "nan" not in text  # a CPU has no MFU
     assert not (tmp_path / "a").exists()

@@ -41,7 +41,7 @@ def test_data_windows_cover_everything_once(tmp_path):
         part.tofile(tmp_path / name)
     windows = [text[start : start + 11].tolist() for start in range(0, 989, 10)]
     corpus, _ = data.open_corpus(str(tmp_path))
-    orders = [windows[:95]]  # a twentieth of the 99 is held out
+    orders = [windows[:95]]  # a twentieth of the 99 windows is held out
     for seed, epoch in ((5, 1), (5, 0), (6, 0)):
         sequences, val = data.split(corpus, None, 10, seed)
         assert [val.window(i).tolist() for i in range(val.count)] == windows[95:]
@@ -120,10 +120,12 @@ def test_data_tokenised_text(tmp_path, capsys):
             assert ids[:end] == theirs.encode(text, add_special_tokens=False)
         del ids[: end + 1]
     assert not ids and last == theirs.convert_tokens_to_ids("<end>")
-    assert data.tokenise(*args) == (path, last) and not capsys.readouterr().err  # the earlier run's
+    assert (
+        data.tokenise(*args) == (path, last) and not capsys.readouterr().err
+    )  # the file that the earlier call wrote
     os.utime(tmp_path / "text" / "02.txt", (1, 1))
     assert data.tokenise(*args)[0] != path
-    assert data.tokenise(path, "no folder", tmp_path) == (path, -1)  # ids already
+    assert data.tokenise(path, "no folder", tmp_path) == (path, -1)  # the file has ids already
 
 
 def test_data_tokenised_to_four_bytes(tmp_path):
@@ -156,7 +158,7 @@ def test_data_tokenised_to_four_bytes(tmp_path):
     text.write_bytes(b"w5\n\xff\xfe")
     with raises(ValueError, match="a.txt is not UTF-8 text"):
         tokenise()
-    assert len([*(tmp_path / "t").iterdir()]) == 2  # ids and what is said of them
+    assert len([*(tmp_path / "t").iterdir()]) == 2  # the ids, and the json about them
 
 
 @slow
@@ -167,7 +169,7 @@ def test_data_tokenised_by_the_first_of_two_ranks(tmp_path):
     """
     text = tmp_path / "a.txt"
     text.write_text("the grass is green " * 999)
-    make_tokenizer(tmp_path / "hf", text.read_text(), 257)  # of which the last never occurs
+    make_tokenizer(tmp_path / "hf", text.read_text(), 257)  # the last of these ids never occurs
     flags = f"--steps 0 --save-every -1 --tokenizer {tmp_path}/hf --data {text} --out {tmp_path}/o"
     code = """
 tokenise = train.tokenise

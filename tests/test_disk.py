@@ -37,10 +37,10 @@ from test_all import (
 @parametrize(
     "event, path, flags, step",
     [
-        ("open", "step-00000006.tmp/rank", "", 4),  # two steps after a save
-        ("open", "step-00000004.tmp/meta", "--save-async", 2),  # in a save beside steps
-        ("os.rename", "step-00000004.tmp", "", 2),  # before a checkpoint has its name
-        ("shutil.rmtree", "step-00000002", "--keep 1", 4),  # while it deletes an older one
+        ("open", "step-00000006.tmp/rank", "", 4),  # two steps after the last save
+        ("open", "step-00000004.tmp/meta", "--save-async", 2),  # in a save that runs beside steps
+        ("os.rename", "step-00000004.tmp", "", 2),  # before a checkpoint gets its final name
+        ("shutil.rmtree", "step-00000002", "--keep 1", 4),  # while it deletes an older checkpoint
     ],
 )
 def test_killed_and_resumed_bitwise(event, path, flags, step, tmp_path):

@@ -165,7 +165,7 @@ if 'LOST' in os.environ:
         flags = f"--save-every 2 --resume auto --out {tmp_path}/out"
         return launch(flags, folder, torchrun, code, TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1", **env)
 
-    first = node("first")  # holds the rendezvous
+    first = node("first")  # this node holds the rendezvous
     deadline = time.time() + 60
     while socket.socket().connect_ex(("127.0.0.1", port)):
         assert time.time() < deadline and first.poll() is None

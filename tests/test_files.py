@@ -217,7 +217,7 @@ def test_links_into_the_blobs_of_a_cache_are_followed(tmp_path):
         file.symlink_to(f"../../blobs/{i}")
     assert hf.load_model(snapshot)
     main(f"--steps 0 --init hf:{snapshot} --out {tmp_path}/o --export {tmp_path}/e")
-    # a folder that is only called blobs is none of a cache
+    # a folder with the name blobs is not yet a cache
     with raises(OSError, match="is a link out of its folder"):
         data.own_file(snapshot / "config.json", tmp_path / "models--a--b" / "snapshots")
 
@@ -291,7 +291,7 @@ def test_meta_json_is_not_believed(kind, trained, tmp_path, capsys):
     rewrite_meta(out / "step-00000002", change)
     with raises(ValueError, match=f"is not a whole checkpoint: .*{says}"):
         checkpoint.open_checkpoint(out / "step-00000002")
-    main(f"--out {out} --steps 3 --resume auto")  # passes over it
+    main(f"--out {out} --steps 3 --resume auto")  # it passes over the damaged checkpoint
     said = capsys.readouterr().out
     assert "passed over: " in said and f"resumed {out}/step-00000001" in said
 
@@ -454,7 +454,7 @@ def test_damaged_files_are_passed_over(kind, trained, tmp_path, capsys):
     else:
         content[-3] ^= 1
         path.write_bytes(content)
-    if kind != "flipped bit":  # somebody computed the checksums anew
+    if kind != "flipped bit":  # the checksums are made right again
         sums = {path.name: checkpoint.checksum(path)}
         rewrite_meta(folder, lambda meta: meta["files"].update(sums))
     main(f"--out {out} --steps 3 --resume auto")

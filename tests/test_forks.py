@@ -81,8 +81,10 @@ def test_changes_in_place_are_refused(block, kept, monkeypatch, group):
         chunked(kept)
     monkeypatch.setattr(offload, "trace_block", functools.partial(unchecked, offload.trace_block))
     recomputed = block is ChangesWhatIsSaved and kept in ("neither", "again")
-    error = RuntimeError if recomputed else ValueError  # PyTorch's own, of what autograd keeps
-    with raises(error, match="in ?place"):  # also where the block on meta changed nothing
+    error = (
+        RuntimeError if recomputed else ValueError
+    )  # RuntimeError: PyTorch's own error about a saved tensor
+    with raises(error, match="in ?place"):  # found also if trace_block did not see it
         chunked(kept)
 
 
@@ -129,7 +131,9 @@ def backward_from_o(do, q, k, v, o, lse, mask):
         shares = (softcap_scores(*inputs[:2], mask) - lse[..., None]).exp()
         v = inputs[2].repeat_interleave(q.shape[2] // v.shape[2], 2)
         o_here = torch.einsum("bhqk,bkhd->bqhd", shares, v)
-        lost = (do * o).sum(-1).transpose(1, 2)  # of the softmax's denominator
+        lost = (
+            (do * o).sum(-1).transpose(1, 2)
+        )  # the part of the gradient that goes through the softmax's denominator
         loss = (o_here * do).sum() - (shares.sum(-1) * lost).sum()
         return torch.autograd.grad(loss, inputs)
 
@@ -582,7 +586,7 @@ def test_states_have_the_dtypes_that_an_optimizer_declares(place, layout, group,
     """
     states = (optim.State("master"), optim.State("momentum", torch.bfloat16))
     sgd = optim.Optimizer(momentum_in_bf16, states)
-    monkeypatch.setattr(optim, "PIECE_ELEMENTS", 1000)  # several pieces of each matrix
+    monkeypatch.setattr(optim, "PIECE_ELEMENTS", 1000)  # each matrix has several pieces
     monkeypatch.setitem(optim.OPTIMIZERS, "sgd", sgd)
     updated.clear()
     with torch.device("meta"):

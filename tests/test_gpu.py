@@ -96,30 +96,36 @@ def check_waits(cases: list[dict], hidden: set[str], folder: Path) -> None:
             if site != left_out:
                 wait(*args)
                 if begins and left_out and left_out.endswith("waits"):
-                    with torch.cuda.stream(args[0]):  # what is waited for is late
+                    with torch.cuda.stream(args[0]):  # the work that is waited for is late
                         torch.cuda._sleep(10**6)
 
         return wait_unless_left_out
 
     torch.cuda.Stream.wait_event = may_be_left_out(torch.cuda.Stream.wait_event)
     DelayedMessage.wait_for_work = may_be_left_out(DelayedMessage.wait_for_work)
+
+    # run all cases once, and note the sites that they reach
     asked = list(zip(cases, torch.load(folder / "references")))
     for case, reference in asked:
         reached.append(set())
         assert_equals_plain(case, groups, reference)
     every = [None] * dist.get_world_size()
     dist.all_gather_object(every, reached)
-    reached_by = [set().union(*ranks) for ranks in zip(*every)]  # each case, on any rank
+    reached_by = [
+        set().union(*ranks) for ranks in zip(*every)
+    ]  # for each case: the sites that any rank reached
+
+    # ignore one site after the other
     for left_out in sorted(set().union(*reached_by)):
         name, _, what = left_out.split(":")
         if f"{name} {what}" in hidden:
             continue
         missed = False
         reaching = [pair for pair, sites in zip(asked, reached_by) if left_out in sites]
-        for case, reference in 8 * reaching:  # streams are late now and then
+        for case, reference in 8 * reaching:  # several times, because delays are random
             try:
                 assert_equals_plain(case, groups, reference)
-            except AssertionError:  # on all ranks alike
+            except AssertionError:  # it fails on all ranks or on none
                 missed = True
                 break
         print(f"without {left_out}: {'wrong' if missed else 'RIGHT'}", flush=True)
@@ -236,5 +242,5 @@ def test_gpu_documents(kernel):
     for name, ours, want in zip("o dq dk dv".split(), passes(kernel, *inputs), exact):
         for cut in documents.slices():
             x, y = (t.flatten(0, 1)[cut] for t in (ours, want))
-            size = y.norm() + 1e-3 * y.numel() ** 0.5  # a lone token's dq, dk are 0
+            size = y.norm() + 1e-3 * y.numel() ** 0.5  # dq and dk are 0 in a document of one token
             assert (x - y).norm() < 0.01 * size, (cut, name)

@@ -67,8 +67,8 @@ def is_plan(buffers, offsets, peak: int) -> bool:
     return apart and all(0 <= x <= peak - b.size for b, x in placed)
 
 
-# buffers that no plan stacks without a hole: their best peak, 144, is above the largest sum that is
-# alive, 136, and below that of first fits
+# Buffers that no plan places without a gap. Their lowest possible peak is 144. At most 136 bytes are
+# alive at once, and memplan's first fits need more than 144.
 HOLES = [
     memplan.Lifetime(*box)
     for box in zip(
@@ -141,7 +141,7 @@ PASSES = [
     for t in range(0, 90, 10)
     for b in HOLES
 ]
-# the last fits above what remains of the pass, but not above its block
+# The last buffer fits above the pass's buffers that are still alive, but not above its whole block.
 LONG_PASS = [
     memplan.Lifetime(0, 2, 10, "a"),
     memplan.Lifetime(1, 4, 2, "a"),
@@ -176,7 +176,7 @@ def test_memplan_program(tmp_path, capsys):
     trace.write_text(
         'pass,id,upper,lower,size\r\n"forward, layer 1",a,3,0,8\r\n,b,9,0,4\r\n'
         '"forward, layer 1",c,3,1,8\r\n',
-        encoding="utf-8-sig",  # as Excel writes
+        encoding="utf-8-sig",  # as Excel writes it
     )
     args = ["--time-limit", "9", "--out", str(plan), "--plot", str(plot)]
     assert memplan.main([str(trace), *args]) == 0
@@ -228,7 +228,7 @@ def test_memory_replay_is_bit_equal():
             loss = model(*example(seed=seed, seq=seq))
             replay.mark("")
             kept.append(loss.detach().expand(5000).clone())
-            del kept[:-4]  # of a recorded step, in the next one that is
+            del kept[:-4]  # frees the oldest, which a step before this one made
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
@@ -239,8 +239,9 @@ def test_memory_replay_is_bit_equal():
     plain, planned, memory = make_step(), make_step(), replay.StepMemory()
     for seed, seq in enumerate([40, 40, 40, 40, 40, 23, 40, 40]):
         assert memory.run(lambda: planned(seed, seq)) == plain(seed, seq)
-        all_met = memory.counts.get("hits") == len(memory.buffers) > 50
-        assert all_met == (seed in (3, 4, 7)), seed  # the third, and what follows 23, are recorded
+        all_planned = memory.counts.get("hits") == len(memory.buffers) > 50
+        # step 2 is recorded; 5 has another length, and 6 is recorded again
+        assert all_planned == (seed in (3, 4, 7)), seed
     assert memory.plans == 2 and "two levels" in str(memory.plan)
     assert memory.give_back()
 
@@ -261,7 +262,7 @@ def test_memory_replay_refuses_what_is_taken(first, second):
     memory = replay.StepMemory()
     for _ in range(4):
         memory.run(lambda: step(deque(maxlen=0)))
-    assert memory.plan.peak == 36032  # 4 * 9000 bytes, in whole 64
+    assert memory.plan.peak == 36032  # 4 * 9000 bytes, rounded up to a multiple of 64
     assert memory.counts["hits"] == len(first) + len(second)
     memory.run(lambda: step(kept))
     assert (memory.counts["hits"], memory.counts["occupied"]) == (len(first), len(second))
@@ -284,7 +285,7 @@ def check_planned_steps(device: str, keep: str, least: int) -> None:
             results = train.run_planned(memory, model, states, batch, 1e-2 / (1 + i), 0.5)
             curves[-1] += torch.hstack(results).tolist()
             if memory and i == 4:
-                assert memory.give_back()  # a graph goes, and is captured again
+                assert memory.give_back()  # the graph is dropped, and captured again
     assert curves[0] == curves[1]
     assert memory.counts["hits"] > 0.9 * len(memory.buffers) > least, memory.counts
     assert memory.as_graph == (memory.graph is not None)
@@ -346,13 +347,15 @@ def as_on_a_gpu(one_kernel: Callable):
         patch.setattr(dist, "_coalescing_manager", lambda *_, **__: contextlib.nullcontext())
         for module in (train, shard):
             patch.setattr(module, "all_or_none", lambda check, *args: check(*args))
-        fused = [(shard.States, "update_param")]  # if compiled
+
+        # Functions that are one kernel on a GPU: compiled ones, and products that cast on a CPU.
+        fused = [(shard.States, "update_param")]
         fused += [
             (module, name)
             for module in (m, ops, optim, shard, attention)
             for name, fn in vars(module).items()
             if getattr(fn, "is_compiled", False) or name in ("matmul_fp32", "weight_grad_into")
-        ]  # which cast on a CPU
+        ]
         for owner, name in fused:
             patch.setattr(owner, name, one_kernel()(getattr(owner, name)))
         patch.setattr(streams.CommStream, "after_compute", after_compute)
@@ -369,8 +372,9 @@ def simulate_step(plan: costs.Plan) -> tuple[list[memplan.Lifetime], float, floa
     side stream are left out.
     """
     clock = itertools.count()
-    running = [None]  # a stack, whose last is a token of the kernel or the stream
-    alive, dead = {}, []  # by birth, size and kernel; buffers
+    running = [None]  # a stack; its last entry stands for the kernel or side stream that is running
+    alive = {}  # birth -> (bytes, the kernel or side stream that allocated it)
+    dead = []  # buffers with birth, death and bytes, rounded up to 512
     run = planned_run(plan)
 
     def note_death(born):
@@ -398,16 +402,18 @@ def simulate_step(plan: costs.Plan) -> tuple[list[memplan.Lifetime], float, floa
     dist.init_process_group("fake", rank=0, world_size=plan.ranks, store=FakeStore())
     with as_on_a_gpu(one_kernel), FakeTensorMode(allow_non_fake_inputs=True), NoteBirths():
         *_, step = built(run, as_on_gpus=True)
-        step()  # what it makes and keeps lasts
+        step()  # what is alive after it lasts between steps
         lasting = sum(size for size, _ in alive.values())
         first = next(clock)
         step()
         buffers = [b for b in dead if b.start > first]
     dist.destroy_process_group()
-    return buffers, lasting - round(run.plan.host_bytes), run.plan.gpu_bytes  # host: here, too
+    lasting -= round(run.plan.host_bytes)  # here the host's buffers are on the same device
+    return buffers, lasting, run.plan.gpu_bytes
 
 
 def peak_alive(buffers):
+    """Return the most bytes that are alive at once."""
     return memplan.live_bytes(memplan.as_rows(buffers)).max()
 
 
@@ -424,7 +430,7 @@ def peak_alive(buffers):
             2**19,
             (8, 8, 8),
             (4, 4, 2, 0, 0, 3, 2),
-            {"head_groups": 4},  # x and o are dropped
+            {"head_groups": 4},  # layers drop x and o
         ),
         ("llama3-8b", 8, 2**16, (1, 1, 8), (4, 1, 2, 2), {"batch": 2}),
         ("7b", 4, 2**18, (1, 1, 4), (4, 4, 2, 5), {"ring": 4}),
@@ -518,7 +524,7 @@ def test_forgotten_activations_are_freed(group):
     def spy(batch, i, x):
         y = forward(batch, i, x)
         tensors = batch.saved[i].tensors.values()
-        assert not any(t.requires_grad for t in tensors)  # nor hold a graph
+        assert not any(t.requires_grad for t in tensors)  # and they hold no graph
         made.extend(map(weakref.ref, [batch.saved[i], *tensors]))
         return y
 

@@ -54,7 +54,7 @@ def test_log_checkpoint_and_evaluation(tmp_path, capsys):
     qkv = [theirs[f"model.layers.1.self_attn.{name}_proj.weight"] for name in "qkv"]
     assert torch.equal(states["master.blocks.1.qkv.weight"], torch.cat(qkv).flatten())
     assert states["updates"] == 7 and states["exp_avg.embed.weight"].any()
-    main(flags)  # anew: the old run is kept
+    main(flags)  # a new run; the old one is kept
     assert losses(out) == losses(out / "earlier-1")
     assert (out / "earlier-1" / "step-00000007" / "meta.json").exists()
 
@@ -69,7 +69,7 @@ def test_progress_inside_a_step(monkeypatch, capsys):
     monkeypatch.setattr(train, "PROGRESS_SECONDS", 0.01)
     progress = train.start_progress_thread(SimpleNamespace(rank=0), states)
     progress.begin(7)
-    said.append("backward layer 3/4")  # once, and it goes on
+    said.append("backward layer 3/4")  # the states say it once; the thread repeats it
     time.sleep(0.2)
     progress.begin(8)
     time.sleep(0.2)
@@ -145,7 +145,7 @@ def test_eval_of_ranks_equals_one_model(tmp_path):
         "--seq 96 --micro-batch 5 --batch 10 --dtype fp64 --steps 0 --eval-every 1 --sp 2 --ring 2 "
         f"--p 2 --g 2 --os 2 --data {ids_without_spaces(tmp_path / 'ids.bin')} --out {tmp_path}",
         4,
-        "ops.LOSS_ELEMENTS = 2**14",  # losses in chunks of tokens
+        "ops.LOSS_ELEMENTS = 2**14",  # several pieces per loss
     )
     (row,) = read_log(tmp_path)
     assert not list(tmp_path.glob("step-*")) and (tmp_path / "loss.png").exists()
