@@ -67,8 +67,8 @@ def is_plan(buffers, offsets, peak: int) -> bool:
     return apart and all(0 <= x <= peak - b.size for b, x in placed)
 
 
-# Buffers that no plan places without a gap. Their lowest possible peak is 144. At most 136 bytes are
-# alive at once, and memplan's first fits need more than 144.
+# Buffers that no plan places without a gap. At most 136 bytes are alive at once, but the lowest
+# possible peak is 144, and memplan's first fits need more than 144.
 HOLES = [
     memplan.Lifetime(*box)
     for box in zip(
