@@ -1,4 +1,4 @@
-"""The benchmark: it keeps its rows, counts right, and its peers take the same steps."""
+"""Show that bench.py keeps its rows and counts right, and that its peers take the same steps."""
 
 import json
 import signal
@@ -17,7 +17,10 @@ from test_all import ROOT, on_ranks, slow
 
 @slow
 def test_bench_keeps_its_rows_when_it_is_stopped(tmp_path):
-    """Ctrl-C ends bench.py, which writes the rows that it has. Catches rows that are lost."""
+    """After Ctrl-C, bench.py writes the rows that it has.
+
+    Catches rows that are lost.
+    """
     process = subprocess.Popen(
         [sys.executable, ROOT / "bench.py", "--out", tmp_path],
         text=True,
@@ -38,8 +41,11 @@ def test_bench_keeps_its_rows_when_it_is_stopped(tmp_path):
 
 @slow
 def test_bench_writes_its_rows(tmp_path, monkeypatch):
-    """bench.py writes its rows with the machine, versions and the command, and rates that follow
-    from seconds. Catches wrong counts, and a row that cannot be run again."""
+    """bench.py writes rows that can be checked and repeated.
+
+    They have the machine, the versions and the command, and their rates follow from their seconds.
+    Catches wrong counts, and a row that cannot be run again.
+    """
     monkeypatch.setattr(sys, "argv", ["bench.py", "--out", f"{tmp_path}"])
     bench.main()
     saved = json.loads(next(tmp_path.glob("step-*.json")).read_text())
@@ -54,7 +60,7 @@ def test_bench_writes_its_rows(tmp_path, monkeypatch):
 
 
 def fsdp2_worker() -> None:
-    """Runs on two ranks: from the same weights, FSDP2 has our losses, up to bf16."""
+    """Compare FSDP2's losses with ours from the same weights, up to bf16 rounding, on two ranks."""
     table = bench.Bench(torch.device("cpu"), dist.get_rank(), 2, True, Path(), {})
     for recomputed, flags in (
         ("none", "--strategy zero3 --batch 2"),
@@ -76,14 +82,18 @@ def fsdp2_worker() -> None:
 
 @slow
 def test_bench_fsdp2_takes_the_same_steps():
-    """FSDP2, the peer of bench.py, has our losses from the same weights, up to bf16. Catches a peer
-    that trains in another way and is compared with us all the same."""
+    """FSDP2, the peer in bench.py, has our losses from the same weights, up to bf16's rounding.
+
+    Catches a peer that trains in another way and is compared with us all the same.
+    """
     on_ranks(2, fsdp2_worker)
 
 
 def test_bench_transformers_takes_the_same_steps(group, tmp_path, monkeypatch, capsys):
-    """transformers' own model has our losses from the same weights, up to bf16. Catches a peer that
-    trains in another way."""
+    """transformers' own model has our losses from the same weights, up to bf16's rounding.
+
+    Catches a peer that trains in another way.
+    """
     torch.compiler.set_stance("force_eager")
     table = bench.Bench(torch.device("cpu"), 0, 1, True, Path(), {})
     cfg = bench.config("--model tiny --seq 64 --batch 4 --micro-batch 2")

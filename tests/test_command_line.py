@@ -1,4 +1,4 @@
-"""Commands that are refused, with the sentence that each one says, and dry runs."""
+"""Show that commands which cannot run are refused with a helpful sentence, and check dry runs."""
 
 import importlib
 import os
@@ -16,8 +16,9 @@ import train
 from helpers import edit_meta, on_file_event
 from test_all import QUICK_FLAGS, main, parametrize, run, slow
 
-# Edits of a copy of the sandbox (in sh, or of a meta.json with a checksum that is right), the
-# command that is refused then, and what it says. train.py has a short run's flags, and --out new.
+# Commands that are refused. A row has the command, after edits of a copy of the sandbox (in sh, or
+# "meta ...", which edits a meta.json and its checksum), and a regular expression for the error. A
+# train.py in a row gets the flags of a short run and --out new.
 REFUSED = [
     # ---- flags
     ("train.py --batch-size 5", "unrecognized.*--batch-size 5"),
@@ -222,11 +223,13 @@ REFUSED = [
 
 @parametrize("command, sentence", REFUSED)
 def test_refused(command, sentence, sandbox, tmp_path, monkeypatch, capsys):
-    """Each command of REFUSED ends with its sentence before any work. Catches bad input that is
-    found late, or without the numbers that would help."""
+    """Each command of REFUSED ends with its error message before any work begins.
+
+    Catches bad input that is found late, or an error without the numbers that would help.
+    """
 
     def deny():
-        raise PermissionError(13, "Permission denied", "locked.txt")  # root may read everything
+        raise PermissionError(13, "Permission denied", "locked.txt")  # root could read the file
 
     monkeypatch.chdir(tmp_path)
     *edits, command = command.split(" && ")
@@ -249,7 +252,7 @@ def test_refused(command, sentence, sandbox, tmp_path, monkeypatch, capsys):
     assert not Path("new/log.jsonl").exists() and not Path("ran").exists()
 
 
-DIFFERENT = [  # flags of a rank that is started in a folder of its own, and what both say
+DIFFERENT = [  # flags of one rank, which starts in its own folder, and the error of both ranks
     ("--lr 0.{rank}1", r"ranks were started differently: --lr is 0\.01 on rank 0, 0\.11 on rank 1"),
     ("--data only-0.txt", r".*no such file or folder.* \(on ranks \[1\]\)"),
     ("--data both.txt", ".*?the data is .*? on rank 0, .*? on rank 1"),
@@ -258,7 +261,7 @@ DIFFERENT = [  # flags of a rank that is started in a folder of its own, and wha
 
 
 def refused_on_two(folder: str, ports: list[int]) -> None:
-    """Runs on two ranks: print why each row of DIFFERENT is refused."""
+    """Print why each row of DIFFERENT is refused. Runs on two ranks."""
     rank = os.environ["RANK"]
     os.chdir(Path(folder) / rank)
     for port, (flags, _) in zip(ports, DIFFERENT):
@@ -273,8 +276,10 @@ def refused_on_two(folder: str, ports: list[int]) -> None:
 
 @slow
 def test_refused_on_all_ranks(tmp_path):
-    """What ranks have differently, or only one of them finds, ends all with the same sentence, and
-    none waits for the others. Catches bad input that is found on one rank only."""
+    """If ranks differ, or only one rank finds an error, all end with the same message.
+
+    No rank waits for the others. Catches bad input that is found on one rank only.
+    """
     for rank in "01":
         (tmp_path / rank).mkdir()
         (tmp_path / rank / "both.txt").write_text((1000 + int(rank)) * "x")
@@ -288,21 +293,25 @@ def test_refused_on_all_ranks(tmp_path):
 
 
 def test_versions_that_are_too_old_are_refused(monkeypatch):
-    """A torch that is too old is refused, with the version that is needed. Catches a run that ends
-    in a missing function."""
+    """A torch that is too old is refused, and the error names the version that is needed.
+
+    Catches a run that ends in a missing function.
+    """
     monkeypatch.setattr(torch, "__version__", torch.torch_version.TorchVersion("2.9.1"))
     with raises(ValueError, match="torch 2.9.1 is too old: .* at least 2.11"):
         main("")
 
 
 def test_dry_run(tmp_path, capsys):
-    """A dry run prints the plan and touches nothing. 12.55 GiB are two bytes for each of
-    6,738,415,616 parameters, 75.30 are twelve for each in a matrix. Catches a dry run that plans
-    otherwise than planner.py."""
+    """A dry run prints the plan and touches nothing.
+
+    12.55 GiB are 2 bytes for each of the 6,738,415,616 parameters. 75.30 GiB are 12 bytes for each
+    parameter in a matrix. Catches a dry run whose plan is not planner.py's.
+    """
     main(f"--dry-run --dtype bf16 --model 7b --seq 16K --batch 1 --out {tmp_path}/a")
     text = capsys.readouterr().out
     assert "6,738,415,616 parameters" in text
     assert re.search("^parameters +12.55\ngradients +12.55$", text, re.M)
     assert re.search("^optimizer +75.30$", text, re.M) and "per GPU per second" in text
-    assert "MFU" not in text and "nan" not in text  # of a CPU
+    assert "MFU" not in text and "nan" not in text  # a CPU has no MFU
     assert not (tmp_path / "a").exists()

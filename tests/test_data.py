@@ -1,4 +1,4 @@
-"""Which tokens come next: text, files of ids, tokenizers, and the order of samples."""
+"""Check which tokens come next: text, files of ids, tokenizers, and the order of samples."""
 
 import contextlib
 import itertools
@@ -18,8 +18,11 @@ from test_all import main, parametrize, read_log, run, seeded_model, slow
 
 
 def test_data_default_is_large_sorted_text():
-    """Without `--data` the standard library's sources are enough for a sequence of a million
-    tokens, in a fixed order. Catches data that are too small for a long sequence."""
+    """The default data have enough text for a sequence of a million tokens, in a fixed order.
+
+    Without `--data` they are the standard library's sources. Catches data that are too small for a
+    long sequence.
+    """
     corpus, val = data.open_corpus("stdlib")
     assert val is None and corpus.files == sorted(corpus.files)
     sequences, val = data.split(corpus, None, 2**20, 0)
@@ -27,16 +30,18 @@ def test_data_default_is_large_sorted_text():
 
 
 def test_data_windows_cover_everything_once(tmp_path):
-    """Samples cover all data once an epoch, over the borders of files, one of which is empty, and
-    in another order each epoch, which needs no history. Catches a sample that is drawn twice, and a
-    token that is lost at a file's end."""
+    """In each epoch samples cover all data once, in a new order that needs no history.
+
+    Samples cross the borders of files, one of which is empty. Catches a sample that is drawn twice,
+    and a token that is lost at a file's end.
+    """
     text = np.random.default_rng(0).integers(0, 256, 1000, dtype=np.uint8)
     (tmp_path / "sub").mkdir()
     for name, part in zip(("0", "1", "2", "sub/3"), np.split(text, [10, 10, 503])):
         part.tofile(tmp_path / name)
     windows = [text[start : start + 11].tolist() for start in range(0, 989, 10)]
     corpus, _ = data.open_corpus(str(tmp_path))
-    orders = [windows[:95]]  # a twentieth of the 99 is held out
+    orders = [windows[:95]]  # a twentieth of the 99 windows is held out
     for seed, epoch in ((5, 1), (5, 0), (6, 0)):
         sequences, val = data.split(corpus, None, 10, seed)
         assert [val.window(i).tolist() for i in range(val.count)] == windows[95:]
@@ -63,8 +68,11 @@ def test_data_windows_cover_everything_once(tmp_path):
     ],
 )
 def test_data_token_files(width, most, said, of_val, vocab, message, tmp_path):
-    """Ids have two or four bytes, as nanoGPT writes them: FILE.bin.json says which, and without it
-    they have two. Catches ids that are read at another width or place."""
+    """Files of ids have two or four bytes per id, as nanoGPT writes them.
+
+    FILE.bin.json says how many. Without it an id has two. Catches ids that are read at another
+    width or place.
+    """
     ids = np.random.default_rng(0).integers(0, most, 20_000)
     for name, sidecar in (("train", said), ("val", of_val or said)):
         ids.astype(f"<u{width}").tofile(tmp_path / f"{name}.bin")
@@ -82,9 +90,11 @@ def test_data_token_files(width, most, said, of_val, vocab, message, tmp_path):
 
 
 def test_data_tokenised_text(tmp_path, capsys):
-    """Ids are those of transformers' own class, with an end after each text, of files that are read
-    in parts, of empty ones and of many; a line that is cut loses nothing. Catches text that is lost
-    or cut, and the ids of another tokenizer."""
+    """Ids of text are those of transformers' own tokenizer, with an end token after each text.
+
+    Files are read in parts, some are empty, and there are many. A line that a part cuts loses
+    nothing. Catches text that is lost or cut, and the ids of another tokenizer.
+    """
     from transformers import PreTrainedTokenizerFast
 
     lines = [
@@ -110,15 +120,20 @@ def test_data_tokenised_text(tmp_path, capsys):
             assert ids[:end] == theirs.encode(text, add_special_tokens=False)
         del ids[: end + 1]
     assert not ids and last == theirs.convert_tokens_to_ids("<end>")
-    assert data.tokenise(*args) == (path, last) and not capsys.readouterr().err  # the earlier run's
+    assert (
+        data.tokenise(*args) == (path, last) and not capsys.readouterr().err
+    )  # the file that the earlier call wrote
     os.utime(tmp_path / "text" / "02.txt", (1, 1))
     assert data.tokenise(*args)[0] != path
-    assert data.tokenise(path, "no folder", tmp_path) == (path, -1)  # ids already
+    assert data.tokenise(path, "no folder", tmp_path) == (path, -1)  # the file has ids already
 
 
 def test_data_tokenised_to_four_bytes(tmp_path):
-    """Ids past 2^16 have four bytes. Refused are a file that is no text, ids past the model's, and
-    texts without an end, and no half a file is left. Catches ids that are cut to two bytes."""
+    """Ids of 2^16 and more have four bytes, and bad texts are refused.
+
+    Refused are a file that is not text, ids beyond the model's vocabulary, and texts without an end
+    token. No half-written file is left. Catches ids that are cut to two bytes.
+    """
     from tokenizers import Tokenizer, models, pre_tokenizers
 
     words = {f"w{i}": i for i in range(70_000)}
@@ -143,16 +158,18 @@ def test_data_tokenised_to_four_bytes(tmp_path):
     text.write_bytes(b"w5\n\xff\xfe")
     with raises(ValueError, match="a.txt is not UTF-8 text"):
         tokenise()
-    assert len([*(tmp_path / "t").iterdir()]) == 2  # ids and what is said of them
+    assert len([*(tmp_path / "t").iterdir()]) == 2  # the ids, and the json about them
 
 
 @slow
 def test_data_tokenised_by_the_first_of_two_ranks(tmp_path):
-    """The second rank waits for the first one's tokenizer longer than --timeout, and ends with the
-    sentence that the first finds. Catches a wait that is too short."""
+    """The second rank waits while the first one tokenises, even longer than --timeout.
+
+    Then it ends with the first rank's error message. Catches a wait that is too short.
+    """
     text = tmp_path / "a.txt"
     text.write_text("the grass is green " * 999)
-    make_tokenizer(tmp_path / "hf", text.read_text(), 257)  # of which the last never occurs
+    make_tokenizer(tmp_path / "hf", text.read_text(), 257)  # the last of these ids never occurs
     flags = f"--steps 0 --save-every -1 --tokenizer {tmp_path}/hf --data {text} --out {tmp_path}/o"
     code = """
 tokenise = train.tokenise
@@ -166,8 +183,10 @@ train.tokenise = lambda *args: (time.sleep(10), tokenise(*args))[1]
 
 
 def bare_loss(windows: list[np.ndarray], end: int) -> float:
-    """Return the loss of documents, each by itself through the bare tiny model of seed 0; the label
-    behind a document's end does not count."""
+    """Return the mean loss of documents, each run by itself through the tiny model of seed 0.
+
+    The label after the end of a document does not count.
+    """
     model = seeded_model(m.MODELS["tiny"])
     found = []
     for window in map(torch.from_numpy, windows):
@@ -181,10 +200,12 @@ def bare_loss(windows: list[np.ndarray], end: int) -> float:
 
 
 def test_data_goes_on_where_it_was_left(tmp_path):
-    """At a rate of zero a step's loss is that of the first weights on its documents: the next ones
-    of the order, by the checkpoint's batch and by another. What a resumed run keeps need not be
-    said again. Catches samples that are drawn twice or skipped on resume, and a label that counts
-    over a document's border."""
+    """A resumed run reads the samples that follow in the order, with its old or a new batch size.
+
+    The learning rate is zero, so each step's loss is that of the first weights on its documents.
+    Flags that a resumed run keeps need not be given again. Catches samples that are drawn twice or
+    skipped on resume, and a label that counts across a document's border.
+    """
     flags = f"--out {tmp_path} --steps"
     main(f"{flags} 2 --dtype fp64 --lr 0 --document-token 10 --batch 4")
     for more in ("3", "4 --batch 2"):

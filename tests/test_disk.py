@@ -1,4 +1,4 @@
-"""Checkpoints: what is saved is whole, what is torn is passed over, and a resume is bit for bit."""
+"""Show that saved checkpoints are whole, torn ones are passed over, and a resume is bit for bit."""
 
 import math
 import os
@@ -37,15 +37,18 @@ from test_all import (
 @parametrize(
     "event, path, flags, step",
     [
-        ("open", "step-00000006.tmp/rank", "", 4),  # two steps after a save
-        ("open", "step-00000004.tmp/meta", "--save-async", 2),  # in a save beside steps
-        ("os.rename", "step-00000004.tmp", "", 2),  # before a checkpoint has its name
-        ("shutil.rmtree", "step-00000002", "--keep 1", 4),  # while it deletes an older one
+        ("open", "step-00000006.tmp/rank", "", 4),  # two steps after the last save
+        ("open", "step-00000004.tmp/meta", "--save-async", 2),  # in a save that runs beside steps
+        ("os.rename", "step-00000004.tmp", "", 2),  # before a checkpoint gets its final name
+        ("shutil.rmtree", "step-00000002", "--keep 1", 4),  # while it deletes an older checkpoint
     ],
 )
 def test_killed_and_resumed_bitwise(event, path, flags, step, tmp_path):
-    """A run that is killed in or between saves goes on from the newest whole checkpoint, bit for
-    bit. Catches a torn checkpoint that is believed, and a resume that is not bit for bit."""
+    """A run that is killed in a save or between saves resumes from the newest whole checkpoint.
+
+    Its losses are those of an uninterrupted run, bit for bit. Catches a torn checkpoint that is
+    trusted, and a resume that is not exact.
+    """
     flags += f" --out {tmp_path} --save-every"
     run(
         f"{flags} 2",
@@ -59,9 +62,11 @@ def test_killed_and_resumed_bitwise(event, path, flags, step, tmp_path):
 
 
 def test_newest_whole_checkpoint_is_found(tmp_path, capsys):
-    """Torn folders beside whole ones, a file that is cut short or belongs to another checkpoint,
-    and a copy are passed over; a run that goes on before them puts them aside. Catches a torn or an
-    older checkpoint that is taken."""
+    """The newest whole checkpoint is found among torn ones, copies and files of other checkpoints.
+
+    A run that resumes from an earlier step moves later checkpoints aside. Catches a torn or an
+    older checkpoint that is taken.
+    """
     (tmp_path / "step-3-backup").mkdir()
     flags = f"--out {tmp_path} --keep 3 --save-every 1"
     main(f"{flags} --steps 3")
@@ -86,9 +91,11 @@ def test_newest_whole_checkpoint_is_found(tmp_path, capsys):
 
 
 def test_going_back_is_one_with_the_log(tmp_path):
-    """A run goes back to an earlier step and ends before it saves: the next one goes on from there,
-    as the log does. An evaluation or an export of an earlier step takes nothing back. Catches a
-    checkpoint that the log does not reach."""
+    """If a run goes back to an earlier step and ends before it saves, the next one starts there.
+
+    Its log goes back, too. An evaluation or an export of an earlier step changes nothing. Catches a
+    checkpoint that does not belong to the log.
+    """
     flags = f"--out {tmp_path} --keep 9 --save-every 2"
     main(flags)
     want = losses(tmp_path)
@@ -103,8 +110,10 @@ def test_going_back_is_one_with_the_log(tmp_path):
 
 
 def test_weights_that_are_not_finite_are_not_resumed(tmp_path, group):
-    """A checkpoint whose weights are not finite is refused by name. Catches a run that goes on from
-    weights that are no numbers."""
+    """A checkpoint whose weights are not finite is refused, and the error names a weight.
+
+    Catches a run that resumes from NaN.
+    """
     run, _, states = make_run(make_case("1"), {}, SpoilingStream)
     train.load_random_weights(run, states)
     states.state_parts()["master.embed.weight"].values.fill_(math.nan)
@@ -114,8 +123,10 @@ def test_weights_that_are_not_finite_are_not_resumed(tmp_path, group):
 
 
 def test_meta_of_another_kind_is_no_checkpoint(sandbox, tmp_path):
-    """Whatever has become of a meta.json, it is refused. Catches a torn meta.json that is
-    believed."""
+    """A meta.json with any damage is refused.
+
+    Catches a torn meta.json that is trusted.
+    """
     folder = shutil.copytree(sandbox / "o" / "step-00000001", tmp_path / "o")
     meta = folder / "meta.json"
     whole = meta.read_text()
@@ -128,8 +139,10 @@ def test_meta_of_another_kind_is_no_checkpoint(sandbox, tmp_path):
 
 
 def test_checkpoint_with_a_hole_is_refused(tmp_path, group):
-    """A checkpoint that lacks a part of a matrix, or all that one column had of it, is refused.
-    Catches states that are trained from whatever memory held."""
+    """A checkpoint is refused if it lacks a part of a matrix, or all parts of one tp rank.
+
+    Catches states that are trained from whatever memory held.
+    """
     flat = torch.arange(24.0)
     upper = ops.TensorSlice((6, 4), ((0, 3),), (0, 4))
     for cut, message in ((None, "x ends at element 10, not 24"), (upper, "do not make the whole")):
@@ -141,8 +154,11 @@ def test_checkpoint_with_a_hole_is_refused(tmp_path, group):
 
 
 def test_resume_says_what_has_changed(tmp_path, capsys):
-    """A resume names data of another size, another number of threads, on which sums depend, and
-    lines of the log that are no step's. Catches a change that is passed over in silence."""
+    """A resume tells what differs from the run that it goes on with.
+
+    It names data of another size, another number of threads (sums depend on it), and lines of the
+    log that are no step's row. Catches a change that nobody is told.
+    """
     words, out = tmp_path / "a.txt", tmp_path / "o"
     words.write_bytes(bytes(range(256)) * 20)
     flags = f"--data {words} --out {out} --steps"
@@ -167,8 +183,10 @@ def test_resume_says_what_has_changed(tmp_path, capsys):
 
 @parametrize("flags", ["", "--save-async"])
 def test_saving_that_fails_ends_no_run(flags, tmp_path, capsys):
-    """A save that fails is named at each step until a save works; if the last one fails, so does
-    the command. Catches a full disk that ends a run."""
+    """A save that fails is reported at each step until a save works.
+
+    If the last save fails, the command fails. Catches a full disk that ends a run.
+    """
     out = tmp_path / "o"
     flags += " --save-every 2 --out"
     on_file_event(f"{out}/step-0000000[47].tmp/rank", fail_disk_full)
@@ -189,9 +207,11 @@ def test_saving_that_fails_ends_no_run(flags, tmp_path, capsys):
 
 
 def test_disk_that_is_full_ends_no_run(tmp_path, capsys):
-    """The system's own limit on a file's size stands for a full disk: neither the log nor states
-    can be written, and the run still takes all its steps. Catches a run that a full disk ends in
-    the middle."""
+    """If neither the log nor states can be written, the run still takes all its steps.
+
+    The system's limit on the size of files stands for a full disk. Catches a run that a full disk
+    ends in the middle.
+    """
     _, most = limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (500, most))
     try:
@@ -204,8 +224,11 @@ def test_disk_that_is_full_ends_no_run(tmp_path, capsys):
 
 
 def test_saving_beside_steps_saves_the_same(tmp_path, capsys):
-    """With `--save-async` copies are taken at once, although they are written when the next step is
-    done, also of states that lie on the host. Catches a late copy, of later states."""
+    """`--save-async` saves the states of its step, although it writes them after the next step.
+
+    This holds for states on the GPU and on the host. Catches a copy that is taken too late, of
+    later states.
+    """
 
     def late():
         deadline = time.time() + 20
@@ -227,8 +250,10 @@ def test_saving_beside_steps_saves_the_same(tmp_path, capsys):
 
 
 def test_saving_that_cannot_begin_moves_nothing(tmp_path):
-    """A run whose copies for `--save-async` do not fit the host is refused and touches no earlier
-    file. Catches a run that puts an earlier one aside and then cannot begin."""
+    """A run is refused if its copies for `--save-async` do not fit the host, and moves no file.
+
+    Catches a run that moves an earlier one aside and then cannot begin.
+    """
     main(f"--steps 1 --out {tmp_path}")
     before = {*tmp_path.iterdir()}
     with raises(
@@ -241,9 +266,11 @@ def test_saving_that_cannot_begin_moves_nothing(tmp_path):
 
 
 def test_one_run_writes_to_a_folder(tmp_path, monkeypatch, capsys):
-    """A second run in a folder is refused with the first one's process; a run that is over holds
-    nothing, and storage without locks is named. Catches two runs in one folder, and a stale
-    lock."""
+    """A second run in a folder is refused, and the error names the first one's process.
+
+    A run that is over holds no lock. Storage without locks is named. Catches two runs in one
+    folder, and a stale lock.
+    """
     flags = f"--steps 1 --out {tmp_path}"
     with checkpoint.locked(tmp_path):
         with raises(ValueError, match=f"another run writes there .*process {os.getpid()}"):

@@ -1,4 +1,4 @@
-"""Signals, lost ranks and nodes, restarts, and faults that only one rank meets."""
+"""Show what happens at signals, lost ranks and nodes, restarts, and faults of a single rank."""
 
 import os
 import re
@@ -17,7 +17,7 @@ from test_all import ROOT, RUN_SECONDS, finish, losses, main, parametrize, run, 
 
 
 def launch(flags: str, folder: Path, torchrun: str, code: str, **env) -> subprocess.Popen:
-    """Start train.py under torchrun; `code` is run before, from a file in the folder."""
+    """Start train.py under torchrun. `code` runs before it, from a file in the folder."""
     driver = folder / "driver.py"
     driver.write_text(f"from test_all import *\nfrom helpers import *\n{code}\nmain({flags!r})\n")
     command = f"{sys.executable} -m torch.distributed.run {torchrun} {driver}"
@@ -34,8 +34,10 @@ def launch(flags: str, folder: Path, torchrun: str, code: str, **env) -> subproc
 
 @slow
 def test_restart(tmp_path):
-    """One of two ranks dies in a save; torchrun starts both again, and they go on from the last
-    checkpoint, bit for bit. Catches a restart that begins anew or from a torn checkpoint."""
+    """If one of two ranks dies in a save, torchrun restarts both, and they resume bit for bit.
+
+    Catches a restart from the beginning or from a torn checkpoint.
+    """
     code = f"""
 flag = Path(r'{tmp_path}/died')
 def once():
@@ -56,8 +58,10 @@ on_file_event('step-00000004.tmp/rank-00001', once)
 @slow
 @parametrize("ranks, number", [(0, signal.SIGINT), (2, signal.SIGTERM)])
 def test_signals(ranks, number, tmp_path):
-    """After a signal, also one that only one rank gets, all finish the step, save, and end with 0.
-    Catches a stop without a checkpoint, and a rank that waits for ever."""
+    """After a signal to one rank or to all, all finish the step, save, and end with status 0.
+
+    Catches a stop without a checkpoint, and a rank that waits for ever.
+    """
     out, said = tmp_path / "o", tmp_path / "said"
     processes = start_train(f"--steps 1000000 --out {out}", ranks, said)
     deadline = time.time() + 120
@@ -71,8 +75,11 @@ def test_signals(ranks, number, tmp_path):
 
 
 def test_signal_in_the_last_step_leaves_nothing_out(tmp_path, monkeypatch):
-    """A signal in the last step leaves out neither the checkpoint nor the export, even if it has
-    ended the reader of what is printed, too. Catches an export that is left out."""
+    """After a signal in the last step, the checkpoint and the export are still written.
+
+    The signal may also have ended the reader of train.py's output. Catches an export that is left
+    out.
+    """
     reader, writer = os.pipe()
     os.close(reader)
     monkeypatch.setattr(sys, "stdout", open(writer, "w"))
@@ -85,8 +92,10 @@ def test_signal_in_the_last_step_leaves_nothing_out(tmp_path, monkeypatch):
 
 
 def test_data_that_goes_away(tmp_path):
-    """When the data go away, what was trained is saved and one sentence names the file; with the
-    file back the run goes on. Catches training that is lost with the data."""
+    """If a data file disappears, the run saves its steps and ends with an error that names it.
+
+    With the file back, the run resumes. Catches training that is lost with the data.
+    """
     words, out = tmp_path / "words.txt", tmp_path / "o"
     text = bytes(range(97, 122)) * 1600
     words.write_bytes(text)
@@ -103,9 +112,12 @@ def test_data_that_goes_away(tmp_path):
 
 @slow
 def test_faults_of_one_rank(tmp_path):
-    """Of two ranks in a folder each, one has a full disk, one writes for longer than the other may
-    wait in a collective or give no sign, and then data go away. Catches a fault of one rank that
-    ends or hangs the other, or that takes what was trained with it."""
+    """Faults of one of two ranks, each with its own folder, end neither rank too early.
+
+    First a disk is full. Then a rank writes for longer than the other one may wait in a collective.
+    Then data go away. Catches a fault of one rank that ends or hangs the other, or that loses its
+    training.
+    """
     for rank in "01":
         (tmp_path / rank).mkdir()
         (tmp_path / rank / "words.txt").write_bytes(bytes(range(97, 122)) * 1600)
@@ -128,8 +140,11 @@ on_file_event('step-00000004.tmp/rank-00001', lambda: Path('words.txt').unlink(m
 
 @slow
 def test_lost_node_comes_back(tmp_path):
-    """Of two torchruns with a rank each, one is killed with its rank: both go on when it is there
-    again, though their counts of restarts differ. Catches a node that cannot come back."""
+    """If one of two nodes is killed and comes back, the run resumes on both.
+
+    Each node is a torchrun with one rank. Their counts of restarts differ then. Catches a node that
+    cannot come back.
+    """
     port = get_free_port()
     torchrun = (
         f"--nnodes 2 --rdzv-backend c10d --rdzv-endpoint 127.0.0.1:{port} --rdzv-id x "
@@ -150,7 +165,7 @@ if 'LOST' in os.environ:
         flags = f"--save-every 2 --resume auto --out {tmp_path}/out"
         return launch(flags, folder, torchrun, code, TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1", **env)
 
-    first = node("first")  # holds the rendezvous
+    first = node("first")  # this node holds the rendezvous
     deadline = time.time() + 60
     while socket.socket().connect_ex(("127.0.0.1", port)):
         assert time.time() < deadline and first.poll() is None
@@ -175,8 +190,10 @@ if 'LOST' in os.environ:
     ],
 )
 def test_failed_rank_is_named(victim, says, tmp_path):
-    """A rank stops in a collective while its sockets stay open: the other one ends and says which
-    rank it was. Catches a dead rank that nobody names."""
+    """If a rank stops in a collective with its sockets open, the other one ends and names it.
+
+    Catches a dead rank that nobody names.
+    """
     code = f"""
 import ranks
 from helpers import *

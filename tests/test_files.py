@@ -1,5 +1,8 @@
-"""Files that somebody else prepared: nothing runs code, blocks, leads out of a folder, or is
-believed when it is not what was written."""
+"""Show that files which somebody else prepared do no harm.
+
+They run no code, make no program hang, lead out of no folder, and are not trusted if they are not
+what was written.
+"""
 
 import ast
 import json
@@ -37,7 +40,10 @@ PROGRAM = [*ROOT.glob("*.py"), *ROOT.glob("results/*.py"), *ROOT.glob("examples/
 
 @parametrize("file", [f for f in PROGRAM if f.name != "test_all.py"], ids=lambda f: f.name)
 def test_no_file_of_the_project_runs_what_it_reads(file):
-    """Catches pickle, marshal, eval and their kind, through which a prepared file runs its code."""
+    """No file of the project uses pickle, marshal, eval and their kind.
+
+    Catches a call through which a prepared file could run its code.
+    """
     runs_code = {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve", "joblib"}
     for node in ast.walk(ast.parse(file.read_text())):
         if isinstance(node, ast.Import):
@@ -62,7 +68,10 @@ class Trap:
 
 @parametrize("name", ["trace.pickle", "trace.npz"])
 def test_memplan_runs_no_code_of_its_argument(name, tmp_path, capsys):
-    """Catches a trace that is unpickled: whoever sends one would run code."""
+    """memplan.py runs no code that a trace contains.
+
+    Catches a trace that is unpickled.
+    """
     file, trap = tmp_path / name, tmp_path / "trap"
     rows = np.array([Trap(trap)], dtype=object)
     np.savez(file.open("wb"), rows=rows, peak=1, deadline=1.0)
@@ -88,7 +97,7 @@ def link_to(target: Path):
 
 @pytest.fixture
 def no_hang():
-    """End a test that blocks on a file, instead of waiting for the whole run's limit."""
+    """End a test that blocks on a file early, before the time limit of the whole run."""
     import signal
 
     def too_long(*_):
@@ -118,7 +127,10 @@ def no_hang():
     ],
 )
 def test_special_files_block_no_start(make, name, says, tmp_path, no_hang):
-    """Catches a FIFO or a device that a start waits for, or reads, without end."""
+    """Special files do not block a start.
+
+    Catches a FIFO or a device that a start waits for, or reads without end.
+    """
     make_tokenizer(tmp_path / "text", "one two three\n" * 99)
     hf_model(tmp_path / "in")
     np.arange(4000, dtype="<u2").tofile(tmp_path / "ids.bin")
@@ -139,7 +151,10 @@ def test_special_files_block_no_start(make, name, says, tmp_path, no_hang):
 @slow
 @parametrize("name", ["lock", "log.jsonl", "loss.png", "tokens", "step-00000001.tmp", "log.tmp"])
 def test_nothing_is_written_through_a_link(name, tmp_path, no_hang):
-    """Catches a link in OUT through which a file of somebody else is overwritten or removed."""
+    """No file outside of the run's folder is changed through a link.
+
+    Catches a link in OUT through which somebody else's file is overwritten or removed.
+    """
     outside = tmp_path / "outside"
     if name in ("tokens", "step-00000001.tmp"):
         outside.mkdir()
@@ -164,8 +179,11 @@ def test_nothing_is_written_through_a_link(name, tmp_path, no_hang):
 @slow
 @parametrize("name", ["config.json", "model-00001*", "tokenizer_private"])
 def test_links_of_an_import_stay_in_its_folder(name, tmp_path):
-    """Catches a link in a downloaded folder that leads to a private file, which an export would
-    copy and somebody would publish."""
+    """An import does not follow links that lead out of its folder.
+
+    Catches a link in a downloaded folder to a private file, which an export would copy and somebody
+    would publish.
+    """
     folder = tmp_path / "in"
     hf_model(folder)
     private = tmp_path / "private"
@@ -186,7 +204,10 @@ def test_links_of_an_import_stay_in_its_folder(name, tmp_path):
 
 
 def test_links_into_the_blobs_of_a_cache_are_followed(tmp_path):
-    """Catches a refusal of what `hf download` makes without --local-dir: links into its blobs."""
+    """An import follows links into the blobs of a Hugging Face cache.
+
+    Catches a refusal of what `hf download` makes without --local-dir.
+    """
     snapshot = tmp_path / "models--a--b" / "snapshots" / "0123"
     blobs = tmp_path / "models--a--b" / "blobs"
     hf_model(snapshot)
@@ -196,7 +217,7 @@ def test_links_into_the_blobs_of_a_cache_are_followed(tmp_path):
         file.symlink_to(f"../../blobs/{i}")
     assert hf.load_model(snapshot)
     main(f"--steps 0 --init hf:{snapshot} --out {tmp_path}/o --export {tmp_path}/e")
-    # a folder that is only called blobs is none of a cache
+    # a folder with the name blobs is not yet a cache
     with raises(OSError, match="is a link out of its folder"):
         data.own_file(snapshot / "config.json", tmp_path / "models--a--b" / "snapshots")
 
@@ -213,7 +234,7 @@ def trained(tmp_path_factory):
 
 
 def rewrite_meta(folder: Path, change) -> None:
-    """Change meta.json, and give it the right checksum."""
+    """Change a meta.json, and give it the right checksum."""
     body, _, _ = (folder / "meta.json").read_text().rpartition(',\n "crc32": ')
     meta = json.loads(body + "}")
     change(meta)
@@ -261,13 +282,16 @@ META = {
 @slow
 @parametrize("kind", META)
 def test_meta_json_is_not_believed(kind, trained, tmp_path, capsys):
-    """Catches a meta.json, checksum right, that names files elsewhere or numbers that are none."""
+    """A meta.json with a right checksum is still checked.
+
+    Catches file names that lead elsewhere, and numbers that are not numbers.
+    """
     change, says = META[kind]
     out = shutil.copytree(trained, tmp_path / "o")
     rewrite_meta(out / "step-00000002", change)
     with raises(ValueError, match=f"is not a whole checkpoint: .*{says}"):
         checkpoint.open_checkpoint(out / "step-00000002")
-    main(f"--out {out} --steps 3 --resume auto")  # passes over it
+    main(f"--out {out} --steps 3 --resume auto")  # it passes over the damaged checkpoint
     said = capsys.readouterr().out
     assert "passed over: " in said and f"resumed {out}/step-00000001" in said
 
@@ -284,7 +308,10 @@ def test_meta_json_is_not_believed(kind, trained, tmp_path, capsys):
     ],
 )
 def test_flags_of_a_checkpoint_have_their_types(field, value, says, trained, tmp_path):
-    """Catches a recorded flag of another type, which a run would compute with."""
+    """A checkpoint's flags are refused if they have the wrong type.
+
+    Catches a recorded flag that a run would compute with.
+    """
     out = shutil.copytree(trained, tmp_path / "o")
     rewrite_meta(out / "step-00000002", set_value("config", field, value=value))
     with raises(ConfigError, match=says):
@@ -333,15 +360,21 @@ LEFT, MIDDLE = TensorSlice((6, 4), ((0, 6),), (0, 2)), TensorSlice((6, 4), ((0, 
     ],
 )
 def test_parts_cover_every_element_once(parts, says, tmp_path):
-    """Catches a state of which a part is missing while another is there twice: training would go on
-    from zeros, or from what memory held."""
+    """The parts of a state must cover each of its elements once.
+
+    Catches a state of which one part is missing and another is present twice. Training would go on
+    from zeros, or from what memory held.
+    """
     saved = write(tmp_path / "o", [{"x": (v, start, (6, 4), cut)} for v, start, cut in parts])
     with raises(ValueError, match=says):
         checkpoint.open_parts(saved)
 
 
 def test_parts_of_any_cut_are_read_by_any_other(tmp_path):
-    """Catches an element that is read from the wrong place: whole, cut by rows, cut by columns."""
+    """Parts that are whole, cut by rows or cut by columns can be read under any other cut.
+
+    Catches an element that is read from the wrong place.
+    """
     matrix = FLAT.view(6, 4)
     right = TensorSlice((6, 4), ((0, 6),), (2, 4))
     for cuts in ([None], [UPPER, LOWER], [LEFT, right]):
@@ -379,7 +412,10 @@ PLACES = {
 @slow
 @parametrize("kind", PLACES)
 def test_places_that_do_not_parse_are_refused(kind, trained, tmp_path, capsys):
-    """Catches a file, all checksums right, whose words about its tensors end in a traceback."""
+    """Bad descriptions of tensors are refused with a message, even if all checksums are right.
+
+    Catches a file that would cause a traceback.
+    """
     out = shutil.copytree(trained, tmp_path / "o")
     folder = out / "step-00000002"
     path = folder / "rank-00000-0.safetensors"
@@ -398,7 +434,10 @@ def test_places_that_do_not_parse_are_refused(kind, trained, tmp_path, capsys):
 @slow
 @parametrize("kind", ["no metadata", "bad header", "long header", "flipped bit"])
 def test_damaged_files_are_passed_over(kind, trained, tmp_path, capsys):
-    """Catches a damaged file that ends a run although the checkpoint before it is whole."""
+    """A damaged checkpoint is passed over if the one before it is whole.
+
+    Catches a damaged file that ends a run.
+    """
     out = shutil.copytree(trained, tmp_path / "o")
     folder = out / "step-00000002"
     path = folder / "rank-00000-0.safetensors"
@@ -415,7 +454,7 @@ def test_damaged_files_are_passed_over(kind, trained, tmp_path, capsys):
     else:
         content[-3] ^= 1
         path.write_bytes(content)
-    if kind != "flipped bit":  # somebody computed the checksums anew
+    if kind != "flipped bit":  # the checksums are made right again
         sums = {path.name: checkpoint.checksum(path)}
         rewrite_meta(folder, lambda meta: meta["files"].update(sums))
     main(f"--out {out} --steps 3 --resume auto")
@@ -428,7 +467,10 @@ def test_damaged_files_are_passed_over(kind, trained, tmp_path, capsys):
 @slow
 # ---------------------------------------------------------------------------- unexpected exceptions
 def test_an_unexpected_exception_ends_all_ranks_together(tmp_path):
-    """Catches a bug that is reported as bad input, or leaves the other ranks waiting."""
+    """An unexpected exception on one rank ends all ranks with its traceback.
+
+    Catches a bug that is reported as bad input, or leaves the other ranks waiting.
+    """
     code = """
 import os
 import attention
@@ -462,7 +504,10 @@ attention.pick_kernel = pick_kernel
 
 
 def test_sums_of_meta_json_are_of_its_text(tmp_path):
-    """Catches a checksum that another writer of the same JSON would not reproduce."""
+    """The checksum of a meta.json covers its text.
+
+    Catches a checksum that another writer of the same JSON would not reproduce.
+    """
     checkpoint.write_meta(tmp_path, {"step": 1})
     body, _, crc32 = (tmp_path / "meta.json").read_text().rpartition(',\n "crc32": ')
     assert int(crc32.split()[0]) == zlib.crc32(body.encode())

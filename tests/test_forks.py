@@ -1,4 +1,4 @@
-"""Forks that would train wrong without a word: each is refused by name."""
+"""Show that forks which would train wrong without an error are refused by name."""
 
 import functools
 from dataclasses import replace
@@ -34,7 +34,7 @@ CPU = torch.device("cpu")
 
 
 def chunked(kept: str):
-    """Run a model's layers in chunks, forward and backward."""
+    """Run a model's layers in token chunks, forward and backward."""
     llama = seeded_model(SIZES["gqa"], attention.Attention("cpu"))
     plan = activations_of(kept, 5, 3)
     offload.ChunkedLayers(llama, (2, SEQ), plan, SEQ - 10, CPU, torch.float64)
@@ -70,21 +70,26 @@ class ChangesWhatIsSaved(model.Block):
 @parametrize("block", [AddsInPlace, GatesInPlace, ScalesInputInPlace, ChangesWhatIsSaved])
 @parametrize("kept", ["kept", "swapped", "mixed", "neither", "again"])
 def test_changes_in_place_are_refused(block, kept, monkeypatch, group):
-    """Catches a block that writes to its input, or to what backward needs: where all chunks are
-    saved, PyTorch compares no versions, and gradients were wrong without a word."""
+    """A block that writes to its input, or to a tensor that backward needs, is refused.
+
+    Where all chunks are saved, PyTorch compares no versions. Catches the wrong gradients that this
+    gave without an error.
+    """
     monkeypatch.setattr(model, "Block", block)
     half = "pre" if block is ScalesInputInPlace else "post"
     with raises(ValueError, match=f"block.{half} changes in place .* write `x = x \\+ y`"):
         chunked(kept)
     monkeypatch.setattr(offload, "trace_block", functools.partial(unchecked, offload.trace_block))
     recomputed = block is ChangesWhatIsSaved and kept in ("neither", "again")
-    error = RuntimeError if recomputed else ValueError  # PyTorch's own, of what autograd keeps
-    with raises(error, match="in ?place"):  # also where the block on meta changed nothing
+    error = (
+        RuntimeError if recomputed else ValueError
+    )  # RuntimeError: PyTorch's own error about a saved tensor
+    with raises(error, match="in ?place"):  # found also if trace_block did not see it
         chunked(kept)
 
 
 def unchecked(trace_block, *args):
-    """trace_block as if the block on meta changed nothing."""
+    """Stand for trace_block, as if the block changed nothing in place on the meta device."""
     blocks, model.Block = model.Block, model.Block.__base__
     args = [model.Block(a.cfg) if isinstance(a, blocks) else a for a in args]
     try:
@@ -97,7 +102,7 @@ def unchecked(trace_block, *args):
 
 
 def softcap_scores(q, k, mask):
-    """Scores (B, heads, queries, keys) that tanh keeps below 5, as Gemma 2 does."""
+    """Return scores (B, heads, queries, keys) that tanh keeps below 5, as in Gemma 2."""
     k = k.repeat_interleave(q.shape[2] // k.shape[2], 2)
     scores = 5 * torch.tanh(torch.einsum("bqhd,bkhd->bhqk", q, k) / q.shape[3] ** 0.5 / 5)
     if mask.causal:
@@ -113,33 +118,37 @@ def softcap_forward(q, k, v, mask):
 
 
 def backward_by_autograd(do, q, k, v, o, lse, mask):
-    """The gradient of softcap_forward, as if the keys here were all that there are."""
+    """Return softcap_forward's gradients, as if these keys were all keys."""
     inputs = [t.detach().requires_grad_() for t in (q, k, v)]
     with torch.enable_grad():
         return torch.autograd.grad(softcap_forward(*inputs, mask)[0], inputs, do)
 
 
 def backward_from_o(do, q, k, v, o, lse, mask):
-    """The gradient of softcap_forward, where o and lse are of the keys of all ranks."""
+    """Return softcap_forward's gradients, where o and lse belong to the keys of all ranks."""
     inputs = [t.detach().requires_grad_() for t in (q, k, v)]
     with torch.enable_grad():
         shares = (softcap_scores(*inputs[:2], mask) - lse[..., None]).exp()
         v = inputs[2].repeat_interleave(q.shape[2] // v.shape[2], 2)
         o_here = torch.einsum("bhqk,bkhd->bqhd", shares, v)
-        lost = (do * o).sum(-1).transpose(1, 2)  # of the softmax's denominator
+        lost = (
+            (do * o).sum(-1).transpose(1, 2)
+        )  # the part of the gradient that goes through the softmax's denominator
         loss = (o_here * do).sum() - (shares.sum(-1) * lost).sum()
         return torch.autograd.grad(loss, inputs)
 
 
 def forward_by_position(q, k, v, mask):
-    """Later keys count more: right where all keys are there, wrong on a ring."""
+    """Weight later keys more. It is right if all keys are present, and wrong on a ring."""
     return softcap_forward(q, k * torch.arange(1, k.shape[1] + 1)[:, None, None], v, mask)
 
 
 @parametrize("heads, kv_heads", [(4, 4), (4, 2), (1, 1)])
 def test_a_kernel_proves_that_it_may_run_on_a_ring(heads, kv_heads, monkeypatch):
-    """Catches a kernel that is right on whole sequences only: on a ring the loss was equal, and the
-    gradient 15 % off."""
+    """A kernel that is right only on whole sequences is refused on a ring.
+
+    Catches a kernel whose loss on a ring was right although its gradient was 15 % off.
+    """
 
     def check(forward, backward):
         kernel = attention.Kernel(forward, backward, (), plain=True)
@@ -156,7 +165,11 @@ def test_a_kernel_proves_that_it_may_run_on_a_ring(heads, kv_heads, monkeypatch)
 
 
 def test_a_kernel_says_that_it_takes_documents(monkeypatch):
-    """Catches a kernel whose author has not thought of documents: it attended across them."""
+    """A kernel that does not say that it takes documents is refused for them.
+
+    Catches a kernel whose author has not thought of documents, and which attends across their
+    borders.
+    """
     kernel = attention.Kernel(softcap_forward, backward_from_o, ())
     monkeypatch.setitem(attention.KERNELS, "softcap", kernel)
     assert attention.pick_kernel("softcap", CPU, torch.float32) == "softcap"
@@ -168,7 +181,7 @@ def test_a_kernel_says_that_it_takes_documents(monkeypatch):
 
 
 class WithoutParts(model.Block):
-    """q, k and v in one matrix of rows that does not say where each of them ends."""
+    """A layer with q, k and v in one matrix of rows that does not say where each of them ends."""
 
     def __init__(self, cfg):
         super().__init__(cfg)
@@ -176,7 +189,7 @@ class WithoutParts(model.Block):
 
 
 class JoinedOutput(model.Block):
-    """One matrix of columns for attention's output and the MLP's, one behind the other."""
+    """A layer with one matrix of columns for attention's output and the MLP's, side by side."""
 
     def __init__(self, cfg):
         super().__init__(cfg)
@@ -191,7 +204,7 @@ class JoinedOutput(model.Block):
 
 
 class NormOverHeads(model.Block):
-    """A norm over all heads of a token, of which a tensor-parallel rank has some."""
+    """A layer with a norm over all heads of a token. A tensor-parallel rank has only some heads."""
 
     def post(self, x, o, positions):
         size = o.square().mean((2, 3), keepdim=True).sqrt()
@@ -199,7 +212,7 @@ class NormOverHeads(model.Block):
 
 
 class NormOfWeight(model.Block):
-    """A weight that is divided by its own size, of which a tensor-parallel rank has a part."""
+    """A layer that divides a weight by its norm. A tensor-parallel rank has only a part of it."""
 
     def post(self, x, o, positions):
         return super().post(x, o / self.out.weight.detach().norm(), positions)
@@ -207,8 +220,11 @@ class NormOfWeight(model.Block):
 
 @parametrize("mode", ["mtp", "msp", "fsp"])
 def test_a_layer_proves_that_it_may_be_split(mode, monkeypatch):
-    """Catches a layer that trains wrong under --tp without a word: matrices that say something
-    wrong about their rows or columns, and sums over heads that are no products."""
+    """A layer that tensor parallelism would split wrongly is refused under --tp.
+
+    Catches matrices that say something wrong about their rows or columns, and sums over heads that
+    are not matrix products. They would train wrong without an error.
+    """
     for name in ("7b", "llama3-8b"):
         for flags in ({}, {"qkv_bias": True, "qk_norm": True}):
             tensor.check_tensor_parallel(replace(model.MODELS[name], **flags), mode)
@@ -224,7 +240,7 @@ def test_a_layer_proves_that_it_may_be_split(mode, monkeypatch):
 
 
 def lars(u):
-    """Scales each update by the size of the weight that it sees, which may be a part."""
+    """Scale each update by the norm of the weight that it gets, which may be only a part."""
     master = u.states["master"]
     new = master - u.lr * u.grad * master.norm() / u.grad.norm()
     master.copy_(torch.where(u.finite, new, master))
@@ -232,7 +248,7 @@ def lars(u):
 
 
 def cautious(u):
-    """Leaves out where momentum and gradient disagree, and counts these in what it sees."""
+    """Skip elements whose momentum and gradient disagree, and count them in the part it gets."""
     master, momentum = u.states["master"], u.states["momentum"]
     agree = (momentum * u.grad > 0.1).to(master.dtype)
     new = master - u.lr * momentum * agree / agree.mean()
@@ -241,7 +257,7 @@ def cautious(u):
 
 
 def by_index(u):
-    """Treats elements by their number in the part, not in the matrix."""
+    """Treat elements by their index in the part, not in the matrix."""
     master = u.states["master"]
     new = master - u.lr * u.grad * torch.arange(len(master))
     master.copy_(torch.where(u.finite, new, master))
@@ -249,7 +265,7 @@ def by_index(u):
 
 
 def by_first(u):
-    """Treats elements by their number in the matrix."""
+    """Treat elements by their index in the matrix."""
     master = u.states["master"]
     new = master - u.lr * u.grad * (u.start + torch.arange(len(master)))
     master.copy_(torch.where(u.finite, new, master))
@@ -275,8 +291,11 @@ def forgets_skips(u):
     ],
 )
 def test_an_optimizer_proves_that_it_may_update_parts(update, states, says):
-    """Catches an update that takes its part for the whole matrix, or goes on after a step that is
-    not finite: with p > 1 the weights were off without a word."""
+    """An optimizer that takes a part for the whole matrix is refused if matrices are split.
+
+    So is one that updates after a step that is not finite. Catches weights that were off without an
+    error with p > 1.
+    """
     optim.check_optimizer("adamw", optim.ADAMW)
     optim.check_optimizer("muon", optim.OPTIMIZERS["muon"])
     optimizer = optim.Optimizer(update, tuple(map(optim.State, states.split())))
@@ -291,7 +310,7 @@ def test_an_optimizer_proves_that_it_may_update_parts(update, states, says):
 
 
 class ParallelMLP(model.Block):
-    """Attention and MLP side by side, from one norm: norm2 is never used."""
+    """A layer with attention and MLP side by side, from one norm. norm2 is never used."""
 
     def post(self, x, o, positions):
         gate_up = ops.project(self.gate_up, self.norm, x, self.norm1.weight)
@@ -299,7 +318,7 @@ class ParallelMLP(model.Block):
 
 
 class WithoutPositions(model.Block):
-    """No rotary embedding (NoPE), in every layer."""
+    """A layer without rotary embedding (NoPE)."""
 
     def pre(self, x, positions):
         cos, sin = torch.ones_like(positions.cos), torch.zeros_like(positions.sin)
@@ -307,7 +326,7 @@ class WithoutPositions(model.Block):
 
 
 class AddsNorm(model.Block):
-    """A norm at the layer's end, for which Hugging Face's files have no name."""
+    """A layer with one more norm at its end, for which Hugging Face's files have no name."""
 
     def __init__(self, cfg):
         super().__init__(cfg)
@@ -330,7 +349,10 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
     ],
 )
 def test_an_export_proves_itself(flags, monkeypatch):
-    """Catches an export that says llama of what is none: transformers computes other logits."""
+    """An export is refused if transformers would compute other logits from it.
+
+    Catches an export that says llama although the model is not one.
+    """
     cfg = replace(model.MODELS["tiny"], **flags)
     hf.check_export(cfg, {})
     for block in (ParallelMLP, WithoutPositions):
@@ -348,8 +370,10 @@ def test_an_export_proves_itself(flags, monkeypatch):
 
 
 def test_an_export_that_transformers_refuses_is_a_sentence():
-    """Catches a traceback of transformers' own where its configuration refuses a fork's model: a
-    width that is no multiple of the heads."""
+    """If transformers refuses a fork's configuration, the export ends with one error message.
+
+    The example is a width that is no multiple of the heads. Catches a traceback from transformers.
+    """
     with raises(ValueError, match="transformers refuses its config.json"):
         hf.export_config(model.ModelConfig(131, 7, 2, 4, 4, 4, 2), {}, torch.float32)
 
@@ -358,7 +382,7 @@ def test_an_export_that_transformers_refuses_is_a_sentence():
 
 
 class WideEveryThird(model.LLaMA):
-    """Every third layer has a second MLP."""
+    """A layer that has a second MLP in every third layer."""
 
     def __init__(self, cfg, *args):
         super().__init__(cfg, *args)
@@ -367,7 +391,10 @@ class WideEveryThird(model.LLaMA):
 
 
 def test_parameters_are_counted_layer_by_layer(monkeypatch):
-    """Catches a count that takes every layer for the first one."""
+    """Parameters are counted right if layers differ.
+
+    Catches a count that takes every layer for the first one.
+    """
     cfg = replace(model.MODELS["tiny"], layers=5)
     plain = model.param_count(cfg)
     monkeypatch.setattr(model, "LLaMA", WideEveryThird)
@@ -378,8 +405,11 @@ def test_parameters_are_counted_layer_by_layer(monkeypatch):
 
 
 def test_first_weights_follow_from_what_a_weight_is():
-    """Catches first weights that follow from the ending of a name: kv_down began 2.8 times too
-    small, and a bias named norm1_bias at 1."""
+    """A weight's first values depend on what it is, not on its name.
+
+    Catches values that follow from the end of a name: kv_down began 2.8 times too small, and a bias
+    named norm1_bias began at 1.
+    """
     cfg = replace(model.MODELS["tiny"], layers=2)
     llama = model.LLaMA(cfg)
     block = llama.blocks[0]
@@ -453,9 +483,12 @@ class LogN(m.Block):
 @slow
 @parametrize("fork", ["TwoAhead", "Learned", "Weighted", "LogN"])
 def test_forks_that_look_at_positions_are_right_on_any_rank(fork, tmp_path):
-    """Catches a fork that counts the tokens of a call as if they were a whole sequence: shifted
-    labels, learned positions and log-n attention were off without a word where a sequence is
-    shared. Given their positions, and the label after the next, all are right."""
+    """Forks that use the positions they are given train right on any rank.
+
+    Catches a fork that counts the tokens of a call as if they were a whole sequence. Then shifted
+    labels, learned positions and log-n attention were wrong without an error when ranks share a
+    sequence. With their positions, and the label after the next, all are right.
+    """
     where = "m.Block" if fork == "LogN" else "train.LLaMA"
     code = f"{FORKS}\n{where} = {fork}\n"
     found = {}
@@ -503,8 +536,11 @@ attention.KERNELS["local"] = attention.Kernel(local_forward, local_backward, ())
 
 @slow
 def test_attention_may_differ_by_layer(tmp_path):
-    """Catches a kernel that is not told its layer: layers in chunks took the attention of the first
-    one. Local and global layers in turn are one line of a kernel."""
+    """A kernel knows its layer, so local and global layers may alternate.
+
+    Catches a kernel that is not told its layer: in token chunks each layer took the first one's
+    attention.
+    """
     cases = (
         (0, ""),
         (0, "--recompute full"),
@@ -526,7 +562,7 @@ def test_attention_may_differ_by_layer(tmp_path):
 
 
 def momentum_in_bf16(u):
-    """SGD with a momentum in bf16, which notes which elements it updates."""
+    """SGD with momentum in bf16, which notes the elements that it updates."""
     master, momentum = u.states["master"], u.states["momentum"]
     assert (master.dtype, momentum.dtype) == (torch.float32, torch.bfloat16)
     assert u.weight.shape == master.shape == momentum.shape == u.grad.shape
@@ -543,11 +579,14 @@ updated = []
 @parametrize("place", ["gpu", "host"])
 @parametrize("layout", ["intra", "inter"])
 def test_states_have_the_dtypes_that_an_optimizer_declares(place, layout, group, monkeypatch):
-    """Catches a state that is allocated, counted, moved to the host or loaded in another dtype than
-    its optimizer declares, and an element whose index within the matrix is wrong."""
+    """States have the dtypes that their optimizer declares, wherever they lie.
+
+    Catches a state that is allocated, counted, moved to the host or loaded in another dtype, and an
+    element whose index in the matrix is wrong.
+    """
     states = (optim.State("master"), optim.State("momentum", torch.bfloat16))
     sgd = optim.Optimizer(momentum_in_bf16, states)
-    monkeypatch.setattr(optim, "PIECE_ELEMENTS", 1000)  # several pieces of each matrix
+    monkeypatch.setattr(optim, "PIECE_ELEMENTS", 1000)  # each matrix has several pieces
     monkeypatch.setitem(optim.OPTIMIZERS, "sgd", sgd)
     updated.clear()
     with torch.device("meta"):

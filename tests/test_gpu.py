@@ -1,9 +1,9 @@
-"""What only GPUs show: late streams, waits that are missing, kernels, indices past 2^31.
+"""Test what only GPUs show: late streams, missing waits, kernels, and indices past 2^31.
 
-A CPU has no streams that run beside each other, no copy engines, no memory that the allocator gives
-again, and no kernels that index with 32 bits. `make test-gpu` runs the cases of test_all.py with
-streams that are late. If there is only one GPU, two ranks share it over gloo, without pipelines and
-without all-to-alls by copies between GPUs.
+A CPU has no concurrent streams, no copy engines, no allocator that reuses memory, and no kernels
+with 32-bit indices. `make test-gpu` runs the cases of test_all.py with streams that are late. If
+there is only one GPU, two ranks share it over gloo, without pipelines and without all-to-alls by
+copies between GPUs.
 """
 
 import re
@@ -35,7 +35,7 @@ from test_all import (
 
 
 def gpu_cases(ranks: int) -> list[dict]:
-    """Return the cases of so many ranks that these GPUs can run, and some of real kernels."""
+    """Return this many ranks' cases for GPUs: those in float64, and some with real kernels."""
     cases = [
         case | {"device": "cuda", "kernel": "naive"}
         for case in CASES
@@ -63,16 +63,20 @@ def gpu_cases(ranks: int) -> list[dict]:
 @needs_gpu
 @parametrize("ranks", [1, 2, 4, 8])
 def test_gpu_equals_one_process(ranks, tmp_path):
-    """The cases of test_all.py in float64, and some of real kernels in bf16, equal Plain on GPUs
-    with late streams. Catches what a CPU hides: streams that run beside each other."""
+    """The float64 cases of test_all.py, and some with bf16 kernels, train as Plain does on GPUs.
+
+    Streams are late. Catches what a CPU hides: streams that run concurrently.
+    """
     if ranks > max(2, GPUS):
         pytest.skip(f"{GPUS} GPUs")
     compare_with_plain(ranks, gpu_cases(ranks), tmp_path, gpus=min(ranks, GPUS))
 
 
 def check_waits(cases: list[dict], hidden: set[str], folder: Path) -> None:
-    """Runs on each rank: each line that lets a stream wait, of those that these cases reach and
-    nothing hides, is left out by itself, and then one of them must fail. Prints what becomes."""
+    """Ignore one line that makes a stream wait at a time, and print whether a case goes wrong.
+
+    It tries each line that these cases reach and that is not in `hidden`. Runs on each rank.
+    """
     use_small_pieces()
     print(f"DELAY_SEED={DELAY_SEED} repeats these delays", flush=True)
     torch.compiler.set_stance("force_eager")
@@ -92,30 +96,36 @@ def check_waits(cases: list[dict], hidden: set[str], folder: Path) -> None:
             if site != left_out:
                 wait(*args)
                 if begins and left_out and left_out.endswith("waits"):
-                    with torch.cuda.stream(args[0]):  # what is waited for is late
+                    with torch.cuda.stream(args[0]):  # the work that is waited for is late
                         torch.cuda._sleep(10**6)
 
         return wait_unless_left_out
 
     torch.cuda.Stream.wait_event = may_be_left_out(torch.cuda.Stream.wait_event)
     DelayedMessage.wait_for_work = may_be_left_out(DelayedMessage.wait_for_work)
+
+    # run all cases once, and note the sites that they reach
     asked = list(zip(cases, torch.load(folder / "references")))
     for case, reference in asked:
         reached.append(set())
         assert_equals_plain(case, groups, reference)
     every = [None] * dist.get_world_size()
     dist.all_gather_object(every, reached)
-    reached_by = [set().union(*ranks) for ranks in zip(*every)]  # each case, on any rank
+    reached_by = [
+        set().union(*ranks) for ranks in zip(*every)
+    ]  # for each case: the sites that any rank reached
+
+    # ignore one site after the other
     for left_out in sorted(set().union(*reached_by)):
         name, _, what = left_out.split(":")
         if f"{name} {what}" in hidden:
             continue
         missed = False
         reaching = [pair for pair, sites in zip(asked, reached_by) if left_out in sites]
-        for case, reference in 8 * reaching:  # streams are late now and then
+        for case, reference in 8 * reaching:  # several times, because delays are random
             try:
                 assert_equals_plain(case, groups, reference)
-            except AssertionError:  # on all ranks alike
+            except AssertionError:  # it fails on all ranks or on none
                 missed = True
                 break
         print(f"without {left_out}: {'wrong' if missed else 'RIGHT'}", flush=True)
@@ -161,11 +171,13 @@ def check_waits(cases: list[dict], hidden: set[str], folder: Path) -> None:
     ],
 )
 def test_gpu_waits(ranks, shown, hidden, lines, tmp_path):
-    """Each line that waits is left out by itself, and then a case must fail; but not those that a
-    whole step hides, or under which nothing is under way (on one rank; as a ring begins), those of
-    messages, which NCCL's works may hold, and what one rank shows. Two ranks need two GPUs, because
-    gloo's collectives let the host wait. Catches a wait that is missing, or one that no case
-    proves."""
+    """If a line of the source does not wait, a case goes wrong.
+
+    Left out are the waits in `hidden`: a whole step hides them, or no work is under way at them (on
+    one rank, or when a ring begins), or they are for messages, which NCCL's works may hold, or the
+    test with one rank shows them. Two ranks need two GPUs, because gloo's collectives make the host
+    wait. Catches a wait that is missing, or one that no case needs.
+    """
     if ranks > GPUS:
         pytest.skip(f"{GPUS} GPUs")
     cases = [make_case(f"{ranks} {line} device=cuda kernel=naive") for line in lines]
@@ -176,8 +188,11 @@ def test_gpu_waits(ranks, shown, hidden, lines, tmp_path):
 
 @needs_gpu
 def test_gpu_attention_past_two_to_the_31():
-    """At a million tokens of 17 heads the last head is as alone, and its rows past the middle are
-    as the definition in float64 has them. Catches an index past 2^31."""
+    """Attention over a million tokens and 17 heads is right in its last head.
+
+    The last head equals a run with this head only, and its later rows equal the definition in
+    float64. Catches an index past 2^31.
+    """
     device, seq, heads = torch.device("cuda"), 2**20, 17
     op = attention.Attention(attention.pick_kernel("auto", device, torch.bfloat16))
     torch.manual_seed(0)
@@ -205,8 +220,10 @@ def test_gpu_attention_past_two_to_the_31():
 @needs_gpu
 @parametrize("kernel", attention.KERNELS)
 def test_gpu_documents(kernel):
-    """Two sequences, with documents of one token and of thousands, equal the definition in float64,
-    document by document. Catches attention across a document's border."""
+    """Attention in two sequences of documents equals the definition in float64 per document.
+
+    Documents have from one token to thousands. Catches attention across a document's border.
+    """
     device = torch.device("cuda")
     if why := attention.why_not(kernel, device, torch.bfloat16, documents=True):
         pytest.skip(why)
@@ -225,5 +242,5 @@ def test_gpu_documents(kernel):
     for name, ours, want in zip("o dq dk dv".split(), passes(kernel, *inputs), exact):
         for cut in documents.slices():
             x, y = (t.flatten(0, 1)[cut] for t in (ours, want))
-            size = y.norm() + 1e-3 * y.numel() ** 0.5  # a lone token's dq, dk are 0
+            size = y.norm() + 1e-3 * y.numel() ** 0.5  # dq and dk are 0 in a document of one token
             assert (x - y).norm() < 0.01 * size, (cut, name)

@@ -1,4 +1,4 @@
-"""Planned memory: address plans, replay, and the bytes of a step, counted and simulated."""
+"""Test planned memory: address plans, replay, and the bytes of a step, counted and simulated."""
 
 import contextlib
 import gc
@@ -58,7 +58,7 @@ def random_buffers(n, seed):
 
 
 def is_plan(buffers, offsets, peak: int) -> bool:
-    """Return whether no two overlap, and none leaves [0, peak): the definition, pair by pair."""
+    """Return whether no two buffers overlap and none leaves [0, peak). It compares each pair."""
     placed = [*zip(buffers, offsets, strict=True)]
     apart = all(
         a.end <= b.start or b.end <= a.start or x + a.size <= y or y + b.size <= x
@@ -67,8 +67,8 @@ def is_plan(buffers, offsets, peak: int) -> bool:
     return apart and all(0 <= x <= peak - b.size for b, x in placed)
 
 
-# buffers that no plan stacks without a hole: their best peak, 144, is above the largest sum that is
-# alive, 136, and below that of first fits
+# Buffers that no plan places without a gap. At most 136 bytes are alive at once, but the lowest
+# possible peak is 144, and memplan's first fits need more than 144.
 HOLES = [
     memplan.Lifetime(*box)
     for box in zip(
@@ -80,9 +80,11 @@ LARGE = [b._replace(size=b.size * 10**9 + i) for i, b in enumerate(HOLES)]
 
 @parametrize("buffers", [HOLES, LARGE, *(random_buffers(3 + n % 5, n) for n in range(12))])
 def test_memory_plans_are_the_best(buffers):
-    """The peak is that of the best of first fits in all orders, among which is the best plan, and
-    it is proved to what floating point tells apart. Catches buffers that overlap, a peak above the
-    best, and a lower bound above the best."""
+    """A plan's peak is the lowest one, and the lower bound proves it.
+
+    The best of first fits in all orders is the best plan. The bound is exact up to floating-point
+    error. Catches buffers that overlap, a peak above the best, and a lower bound above the best.
+    """
     plan = memplan.solve(buffers, time_limit=20)
     rows = memplan.as_rows(buffers)
     orders = itertools.permutations(range(len(buffers)))
@@ -92,8 +94,10 @@ def test_memory_plans_are_the_best(buffers):
 
 
 def test_memory_plan_checker_is_the_definition():
-    """The checker accepts exactly those plans in which no two buffers overlap and none leaves the
-    arena. Catches a checker that lets a wrong plan pass."""
+    """The checker accepts a plan only if no buffers overlap and none leaves the arena.
+
+    It accepts all such plans. Catches a checker that lets a wrong plan pass.
+    """
     rng, seen = random.Random(0), set()
     for seed in range(2000):
         buffers = random_buffers(rng.randint(1, 6), seed)
@@ -107,7 +111,9 @@ def test_memory_plan_checker_is_the_definition():
 
 def test_memory_plan_ends_in_time(tmp_path, monkeypatch):
     """The integer program runs in a process of its own, which is ended when its time is over.
-    Catches a program that does not end."""
+
+    Catches a program that does not end.
+    """
     monkeypatch.setattr(memplan, "FEW_PAIRS", 0)
     assert memplan.solve(HOLES).optimal
     slow = tmp_path / "slow.py"
@@ -120,8 +126,10 @@ def test_memory_plan_ends_in_time(tmp_path, monkeypatch):
 @slow
 @parametrize("name", ["16k", "64k", "256k"])
 def test_memory_plans_of_recorded_steps(name):
-    """Plans of steps that bench.py recorded on GPUs take no byte more than is alive at once.
-    Catches a peak above the best on steps of real size."""
+    """Plans of steps that bench.py recorded on GPUs need no more bytes than are alive at once.
+
+    Catches a peak above the best on steps of real size.
+    """
     _, buffers = memplan.read_trace(ROOT / "results" / f"memplan-{name}-2x.csv")
     plan = memplan.solve(buffers)
     memplan.check(buffers, plan.offsets, plan.peak)
@@ -133,7 +141,7 @@ PASSES = [
     for t in range(0, 90, 10)
     for b in HOLES
 ]
-# the last fits above what remains of the pass, but not above its block
+# The last buffer fits above the pass's buffers that are still alive, but not above its whole block.
 LONG_PASS = [
     memplan.Lifetime(0, 2, 10, "a"),
     memplan.Lifetime(1, 4, 2, "a"),
@@ -149,22 +157,26 @@ LONG_PASS = [
     ],
 )
 def test_memory_plan_of_two_levels(buffers, peak, method, other):
-    """Nine equal passes, each at its best, and a buffer that outlives them: Memo's two levels are
-    taken, or a first fit of all where that is lower, and both are named. Catches a level that is
-    placed worse than without it."""
+    """Memo's two levels are used, unless a first fit of all buffers has a lower peak.
+
+    The trace has nine equal passes, each planned at its best, and a buffer that outlives them. The
+    result names both peaks. Catches a level whose plan is worse than without it.
+    """
     plan = memplan.solve(buffers, time_limit=20)
     assert is_plan(buffers, plan.offsets, peak)
     assert plan.method.startswith(method) and f"({other}" in str(plan)  # both are said
 
 
 def test_memplan_program(tmp_path, capsys):
-    """memplan.py reads a trace with passes and its columns in any order, and the plan that it
-    writes is a trace again. Catches a trace that is read wrongly, also one that Excel wrote."""
+    """memplan.py reads a trace with passes and its columns in any order, and writes a trace again.
+
+    Catches a trace that is read wrongly, including one that Excel wrote.
+    """
     trace, plan, plot = tmp_path / "t.csv", tmp_path / "p.csv", tmp_path / "p.png"
     trace.write_text(
         'pass,id,upper,lower,size\r\n"forward, layer 1",a,3,0,8\r\n,b,9,0,4\r\n'
         '"forward, layer 1",c,3,1,8\r\n',
-        encoding="utf-8-sig",  # as Excel writes
+        encoding="utf-8-sig",  # as Excel writes it
     )
     args = ["--time-limit", "9", "--out", str(plan), "--plot", str(plot)]
     assert memplan.main([str(trace), *args]) == 0
@@ -186,8 +198,10 @@ def test_memplan_program(tmp_path, capsys):
     ],
 )
 def test_memplan_names_the_line(text, message, tmp_path, capsys):
-    """A trace that is no trace is refused with the line. Catches a bad row that is skipped or ends
-    in a traceback."""
+    """A file that is not a trace is refused, and the error names the line.
+
+    Catches a bad row that is skipped or ends in a traceback.
+    """
     trace = tmp_path / "t.csv"
     trace.write_text(text)
     assert memplan.main([str(trace)]) == 2
@@ -198,9 +212,11 @@ def test_memplan_names_the_line(text, message, tmp_path, capsys):
 
 
 def test_memory_replay_is_bit_equal():
-    """Steps on planned addresses equal those of a twin without; a step of another length harms
-    nothing, and a step that has changed is recorded again. Catches a changed step that runs on an
-    old plan."""
+    """Steps at planned addresses equal those of a twin without a plan.
+
+    A step of another length does no harm, and a step that has changed is recorded again. Catches a
+    changed step that runs on an old plan.
+    """
 
     def make_step():
         model = seeded_model(SMALL)
@@ -212,7 +228,7 @@ def test_memory_replay_is_bit_equal():
             loss = model(*example(seed=seed, seq=seq))
             replay.mark("")
             kept.append(loss.detach().expand(5000).clone())
-            del kept[:-4]  # of a recorded step, in the next one that is
+            del kept[:-4]  # frees the oldest, which a step before this one made
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
@@ -223,16 +239,20 @@ def test_memory_replay_is_bit_equal():
     plain, planned, memory = make_step(), make_step(), replay.StepMemory()
     for seed, seq in enumerate([40, 40, 40, 40, 40, 23, 40, 40]):
         assert memory.run(lambda: planned(seed, seq)) == plain(seed, seq)
-        all_met = memory.counts.get("hits") == len(memory.buffers) > 50
-        assert all_met == (seed in (3, 4, 7)), seed  # the third, and what follows 23, are recorded
+        all_planned = memory.counts.get("hits") == len(memory.buffers) > 50
+        # step 2 is recorded; 5 has another length, and 6 is recorded again
+        assert all_planned == (seed in (3, 4, 7)), seed
     assert memory.plans == 2 and "two levels" in str(memory.plan)
     assert memory.give_back()
 
 
 @parametrize("first, second", [([9000], [8000]), ([9000], [2000, 3000]), ([2000, 3000], [9000])])
 def test_memory_replay_refuses_what_is_taken(first, second):
-    """Tensors that were never alive together share an address; when they are, both keep what they
-    hold. Catches a tensor that is placed over a live one."""
+    """Two tensors that share an address and are then alive together both keep their values.
+
+    Tensors share an address if they were never alive together. Catches a tensor that is placed over
+    a live one.
+    """
     kept = []
 
     def step(held):
@@ -242,7 +262,7 @@ def test_memory_replay_refuses_what_is_taken(first, second):
     memory = replay.StepMemory()
     for _ in range(4):
         memory.run(lambda: step(deque(maxlen=0)))
-    assert memory.plan.peak == 36032  # 4 * 9000 bytes, in whole 64
+    assert memory.plan.peak == 36032  # 4 * 9000 bytes, rounded up to a multiple of 64
     assert memory.counts["hits"] == len(first) + len(second)
     memory.run(lambda: step(kept))
     assert (memory.counts["hits"], memory.counts["occupied"]) == (len(first), len(second))
@@ -265,7 +285,7 @@ def check_planned_steps(device: str, keep: str, least: int) -> None:
             results = train.run_planned(memory, model, states, batch, 1e-2 / (1 + i), 0.5)
             curves[-1] += torch.hstack(results).tolist()
             if memory and i == 4:
-                assert memory.give_back()  # a graph goes, and is captured again
+                assert memory.give_back()  # the graph is dropped, and captured again
     assert curves[0] == curves[1]
     assert memory.counts["hits"] > 0.9 * len(memory.buffers) > least, memory.counts
     assert memory.as_graph == (memory.graph is not None)
@@ -281,16 +301,21 @@ def check_planned_steps(device: str, keep: str, least: int) -> None:
     ],
 )
 def test_planned_steps_are_bit_equal(device, keep, least):
-    """Training at planned addresses equals training without, in chunks that swap, and with whole
-    layers as a CUDA graph. Catches an address of a tensor that is still needed, and an input that
-    is frozen in the graph."""
+    """Training at planned addresses equals training without a plan.
+
+    Layers swap in token chunks, or run whole as a CUDA graph. Catches an address of a tensor that
+    is still needed, and an input that is frozen in the graph.
+    """
     on_ranks(1, check_planned_steps, device, keep, least, gpus=int(device == "cuda"))
 
 
 @slow
 def test_planned_run_is_bit_equal(tmp_path):
-    """train.py with `--memplan on` has the losses that it has without, with sequences over ranks,
-    chunks, an evaluation and a checkpoint in between. Catches a plan that changes a loss."""
+    """train.py has the same losses with `--memplan on` and without.
+
+    Ranks share sequences, layers run in chunks, and there is an evaluation and a checkpoint.
+    Catches a plan that changes a loss.
+    """
     flags = "--sp 2 --chunk 16 --alpha 0.5 --eval-every 5 --save-every 4"
     run(f"{flags} --out {tmp_path}/off", 2)
     text = run(f"{flags} --out {tmp_path}/on --memplan on", 2)
@@ -307,8 +332,10 @@ def test_planned_run_is_bit_equal(tmp_path):
 
 @contextlib.contextmanager
 def as_on_a_gpu(one_kernel: Callable):
-    """Let what is one kernel on a GPU, or runs on a side stream, be inside one_kernel(), and let
-    there be no other rank."""
+    """Make a step on the CPU allocate as on a GPU, on one rank.
+
+    What is one kernel on a GPU, or runs on a side stream, runs inside one_kernel().
+    """
 
     def after_compute(stream):
         return one_kernel() if stream.overlap else contextlib.nullcontext()
@@ -320,13 +347,15 @@ def as_on_a_gpu(one_kernel: Callable):
         patch.setattr(dist, "_coalescing_manager", lambda *_, **__: contextlib.nullcontext())
         for module in (train, shard):
             patch.setattr(module, "all_or_none", lambda check, *args: check(*args))
-        fused = [(shard.States, "update_param")]  # if compiled
+
+        # Functions that are one kernel on a GPU: compiled ones, and products that cast on a CPU.
+        fused = [(shard.States, "update_param")]
         fused += [
             (module, name)
             for module in (m, ops, optim, shard, attention)
             for name, fn in vars(module).items()
             if getattr(fn, "is_compiled", False) or name in ("matmul_fp32", "weight_grad_into")
-        ]  # which cast on a CPU
+        ]
         for owner, name in fused:
             patch.setattr(owner, name, one_kernel()(getattr(owner, name)))
         patch.setattr(streams.CommStream, "after_compute", after_compute)
@@ -335,12 +364,17 @@ def as_on_a_gpu(one_kernel: Callable):
 
 
 def simulate_step(plan: costs.Plan) -> tuple[list[memplan.Lifetime], float, float]:
-    """Return the first rank's buffers in a step on GPUs, as large as are planned, the bytes of what
-    lasts between steps, and those that are counted: on fake tensors of the CPU, in a process group
-    that sends nothing. What is born and dies in a fused kernel or on a side stream is left out."""
+    """Simulate a GPU's step on rank 0. Return its buffers and two sums of bytes.
+
+    The buffers are those that are large enough to be planned. The sums are the bytes that last
+    between steps, and the bytes that the planner counts. The step runs on fake tensors of the CPU,
+    in a process group that sends nothing. Buffers that are made and freed in a fused kernel or on a
+    side stream are left out.
+    """
     clock = itertools.count()
-    running = [None]  # a stack, whose last is a token of the kernel or the stream
-    alive, dead = {}, []  # by birth, size and kernel; buffers
+    running = [None]  # a stack; its last entry stands for the kernel or side stream that is running
+    alive = {}  # birth -> (bytes, the kernel or side stream that allocated it)
+    dead = []  # buffers with birth, death and bytes, rounded up to 512
     run = planned_run(plan)
 
     def note_death(born):
@@ -368,16 +402,18 @@ def simulate_step(plan: costs.Plan) -> tuple[list[memplan.Lifetime], float, floa
     dist.init_process_group("fake", rank=0, world_size=plan.ranks, store=FakeStore())
     with as_on_a_gpu(one_kernel), FakeTensorMode(allow_non_fake_inputs=True), NoteBirths():
         *_, step = built(run, as_on_gpus=True)
-        step()  # what it makes and keeps lasts
+        step()  # what is alive after it lasts between steps
         lasting = sum(size for size, _ in alive.values())
         first = next(clock)
         step()
         buffers = [b for b in dead if b.start > first]
     dist.destroy_process_group()
-    return buffers, lasting - round(run.plan.host_bytes), run.plan.gpu_bytes  # host: here, too
+    lasting -= round(run.plan.host_bytes)  # here the host's buffers are on the same device
+    return buffers, lasting, run.plan.gpu_bytes
 
 
 def peak_alive(buffers):
+    """Return the most bytes that are alive at once."""
     return memplan.live_bytes(memplan.as_rows(buffers)).max()
 
 
@@ -394,7 +430,7 @@ def peak_alive(buffers):
             2**19,
             (8, 8, 8),
             (4, 4, 2, 0, 0, 3, 2),
-            {"head_groups": 4},  # x and o are dropped
+            {"head_groups": 4},  # layers drop x and o
         ),
         ("llama3-8b", 8, 2**16, (1, 1, 8), (4, 1, 2, 2), {"batch": 2}),
         ("7b", 4, 2**18, (1, 1, 4), (4, 4, 2, 5), {"ring": 4}),
@@ -406,9 +442,11 @@ def peak_alive(buffers):
     ],
 )
 def test_counted_memory_is_what_a_step_needs(name, ranks, seq, factors, kept, choices):
-    """The bytes that planner.py counts equal those of simulated steps of some layers (GPUs measured
-    122.2 GiB where 122.1 were simulated, of 32 layers in the first case). Catches a peak that the
-    formula lacks."""
+    """The bytes that planner.py counts equal those of simulated steps.
+
+    The steps have some of a model's layers. With 32 layers in the first case, GPUs measured 122.2
+    GiB where 122.1 were simulated. Catches a peak that the formula lacks.
+    """
     model = replace(m.MODELS[name], layers=4)
     plan = swapping_plan(model, ranks, seq, factors, kept, **{"chunk": 2**14, **choices})
     requests, lasting, counted = simulate_step(plan)
@@ -425,8 +463,11 @@ def test_counted_memory_is_what_a_step_needs(name, ranks, seq, factors, kept, ch
     ][: 1 + ALL_COMBINATIONS],
 )
 def test_simulated_step_requests_what_a_gpu_did(name, seq, factors, kept, chunk):
-    """A step on fake tensors requests what bench.py recorded of PyTorch's allocator on GPUs, for
-    the plans in memplan-16k-64k-2xh200.json. Catches a simulation that requests what no GPU did."""
+    """A step on fake tensors requests the same memory as a step that bench.py recorded on GPUs.
+
+    The plans are those in memplan-16k-64k-2xh200.json. Catches a simulation that requests what no
+    GPU did.
+    """
     _, real = memplan.read_trace(ROOT / "results" / f"memplan-{name}-2x.csv")
     plan = swapping_plan(m.MODELS["7b"], 2, seq, factors, kept, chunk=chunk, head_groups=4)
     requests, _, _ = simulate_step(plan)
@@ -438,9 +479,12 @@ def test_simulated_step_requests_what_a_gpu_did(name, seq, factors, kept, chunk)
 
 
 def test_gradients_of_chunks_are_rounded_once(group):
-    """Gradients of bf16 matrices in four chunks, kept in bf16, are within half a bit of those in
-    float32 of two micro-batches, whose second has no labels: as Adam's first moment sees them.
-    Catches gradients of chunks or of micro-batches that add up in bf16."""
+    """Gradients of bf16 matrices that token chunks accumulate are rounded only once.
+
+    There are four chunks, and two micro-batches of which the second has no labels. Gradients kept
+    in bf16 are within half a bit of those in float32, as Adam's first moment sees them. Catches
+    gradients of chunks or micro-batches that add up in bf16.
+    """
     found = []
     tokens = torch.arange(64).remainder(SMALL.vocab)
     for several in (1, 2):
@@ -467,8 +511,11 @@ def test_gradients_of_chunks_are_rounded_once(group):
 
 
 def test_forgotten_activations_are_freed(group):
-    """A forward without a backward (out of memory, say) and one with it leave nothing behind: what
-    autograd saves does not hold what holds its graph. Catches memory that is never freed."""
+    """A forward leaves no memory behind, whether or not a backward follows.
+
+    A forward without a backward happens when memory runs out, for example. What autograd saves must
+    not hold the object that holds its graph. Catches memory that is never freed.
+    """
     model = seeded_model(SMALL, attention.Attention("cpu"))
     plan = offload.ActivationPlan(SMALL.layers, 4, SMALL.layers, 5)
     layers = offload.ChunkedLayers(model, (2, 20), plan, 10, torch.device("cpu"), torch.float64)
@@ -477,7 +524,7 @@ def test_forgotten_activations_are_freed(group):
     def spy(batch, i, x):
         y = forward(batch, i, x)
         tensors = batch.saved[i].tensors.values()
-        assert not any(t.requires_grad for t in tensors)  # nor hold a graph
+        assert not any(t.requires_grad for t in tensors)  # and they hold no graph
         made.extend(map(weakref.ref, [batch.saved[i], *tensors]))
         return y
 

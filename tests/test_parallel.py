@@ -1,4 +1,4 @@
-"""How sequences, matrices and the depth are split: each part computes what it should, once."""
+"""Show that the parts of sequences, matrices and the depth are each computed once."""
 
 from types import SimpleNamespace
 
@@ -14,8 +14,11 @@ from test_all import END_TOKEN, SEQ, SpoilingStream, make_case, make_run, parame
 
 @parametrize("seq, sp, ring", [(45, 3, 1), (24, 6, 2), (48, 8, 8), (72, 12, 4)])
 def test_parts_of_a_sequence_are_all_of_it(seq, sp, ring):
-    """The ranks of a sequence have each token once, and each rank of a ring has as much of the
-    causal triangle as any other. Catches a token that no rank has, or that two have."""
+    """The ranks of a sequence hold each token once, and the ranks of a ring share work equally.
+
+    Each rank of a ring has as much of the causal triangle as any other. Catches a token that no
+    rank has, or that two have.
+    """
     of_rank = [attention.sequence_positions(seq, sp, ring, r).tolist() for r in range(sp)]
     assert sorted(i for tokens in of_rank for i in tokens) == list(range(seq))
     assert all(tokens == sorted(tokens) and len(tokens) == seq // sp for tokens in of_rank)
@@ -25,8 +28,10 @@ def test_parts_of_a_sequence_are_all_of_it(seq, sp, ring):
 
 
 def test_positions_restart_with_documents(group):
-    """Positions begin again with each document, and so does the count of the keys that a token
-    sees. Catches positions, or keys, that go on over a document's border."""
+    """Positions, and the number of keys that a token sees, restart with each document.
+
+    Catches positions or keys that go on across a document's border.
+    """
     run, _, _ = make_run(make_case("1 docs=1"), {}, SpoilingStream)
     batch = train.load_batch(run, 0)
     tokens, positions = batch.tokens.flatten(0, 1), batch.positions.flatten(0, 1)
@@ -38,8 +43,10 @@ def test_positions_restart_with_documents(group):
 
 
 def test_tensor_parallel_ranks_exchange_tokens_with_or_without_sequences(monkeypatch):
-    """Tensor-parallel ranks exchange tokens and not features, of tensors (tokens, C) as of (B,
-    tokens, C). Catches a gather along the wrong dimension."""
+    """Tensor-parallel ranks exchange tokens, not features, of (tokens, C) and of (B, tokens, C).
+
+    Catches a gather along the wrong dimension.
+    """
     group = SimpleNamespace(tp=2, group=None)
     x = torch.arange(24.0).view(2, 4, 3)  # of tp_rank 0; tp_rank 1 has x + 100
     monkeypatch.setattr(
@@ -57,8 +64,10 @@ def test_tensor_parallel_ranks_exchange_tokens_with_or_without_sequences(monkeyp
 
 @parametrize("stages, micro_batches, chunks", [(2, 4, 2), (4, 8, 2), (4, 8, 4)])
 def test_pipeline_order_is_torchs(stages, micro_batches, chunks):
-    """Stages run their passes in the order of torch's interleaved 1F1B schedule. Catches stages
-    that wait for each other for ever."""
+    """Stages run their passes in the order of torch's interleaved 1F1B schedule.
+
+    Catches stages that wait for each other for ever.
+    """
     from torch.distributed.pipelining import schedules
 
     for stage in range(stages):

@@ -1,4 +1,4 @@
-"""README: its numbers, files, flags, functions and commands exist."""
+"""Show that README's numbers, files, flags, functions and commands exist."""
 
 import functools
 import json
@@ -23,7 +23,10 @@ README = (ROOT / "README.md").read_text()
 
 
 def test_readme_numbers_are_measured():
-    """Each row of README's table is one of results/. Catches a number that nobody measured."""
+    """Each row of README's table is a row in results/.
+
+    Catches a number that nobody measured.
+    """
     rows = []
     for file in (ROOT / "results").glob("*-*.json"):
         rows += json.loads(file.read_text())["rows"]
@@ -45,8 +48,10 @@ def test_readme_numbers_are_measured():
 
 
 def test_readme_names_every_file():
-    """README names every file, and its links lead somewhere. Catches a file that no reader finds,
-    and a link to nothing."""
+    """README names every file, and its links lead somewhere.
+
+    Catches a file that no reader finds, and a link to nothing.
+    """
     for file in (*ROOT.glob("*.py"), *ROOT.glob("csrc/*.cpp")):
         assert f"`{file.relative_to(ROOT)}`" in README, file.name
     for page in (ROOT / "README.md", ROOT / "results" / "README.md"):
@@ -55,9 +60,11 @@ def test_readme_names_every_file():
 
 
 def test_readme_names_flags_and_functions_that_exist(monkeypatch, capsys):
-    """README's flags are in the --help of the programs, in which each of train.py's flags says its
-    default; its commands parse, and its functions exist. Catches a flag, a command or a function
-    that is none."""
+    """README's flags, commands and functions exist.
+
+    Flags are in the --help of the programs, which gives the default of each of train.py's flags.
+    Commands parse. Catches a flag, a command or a function that does not exist.
+    """
     real = set(torch.distributed.run.get_args_parser()._option_string_actions)
     real |= {"--nodes", "--ntasks-per-node", "--gpus-per-node"}  # Slurm's
     for program in (train, bench, memplan, planner):
@@ -79,8 +86,10 @@ def test_readme_names_flags_and_functions_that_exist(monkeypatch, capsys):
 
 @slow
 def test_readme_walk(tmp_path):
-    """README's walk with a Hugging Face checkpoint runs as it stands, in a folder that looks like
-    this one. Catches commands that a reader would copy in vain."""
+    """README's commands for a Hugging Face checkpoint run as they are, in a folder like this one.
+
+    Catches commands that a reader would copy in vain.
+    """
     for file in ROOT.iterdir():
         if file.suffix in (".py", ".cpp") or file.name == "csrc":
             (tmp_path / file.name).symlink_to(file)

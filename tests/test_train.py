@@ -1,4 +1,4 @@
-"""The training loop: its log, evaluation, learning rates, and one run under several plans."""
+"""Test the training loop: its log, evaluations, learning rates, and one run under several plans."""
 
 import math
 import re
@@ -32,9 +32,11 @@ from test_all import (
 
 
 def test_log_checkpoint_and_evaluation(tmp_path, capsys):
-    """A run writes its log, checkpoints, evaluations, picture and export, also one that began with
-    --steps 0; files are read here by the safetensors library. Catches a log, a file or a picture
-    that lacks something."""
+    """A run writes its log, checkpoints, evaluations, picture and export.
+
+    So does a run that began with --steps 0. The safetensors library reads the files here. Catches a
+    log, a file or a picture that lacks something.
+    """
     out = tmp_path / "o"
     flags = f"--out {out} --save-every 2 --steps 7"
     main(f"{flags} --steps 0")
@@ -52,20 +54,22 @@ def test_log_checkpoint_and_evaluation(tmp_path, capsys):
     qkv = [theirs[f"model.layers.1.self_attn.{name}_proj.weight"] for name in "qkv"]
     assert torch.equal(states["master.blocks.1.qkv.weight"], torch.cat(qkv).flatten())
     assert states["updates"] == 7 and states["exp_avg.embed.weight"].any()
-    main(flags)  # anew: the old run is kept
+    main(flags)  # a new run; the old one is kept
     assert losses(out) == losses(out / "earlier-1")
     assert (out / "earlier-1" / "step-00000007" / "meta.json").exists()
 
 
 def test_progress_inside_a_step(monkeypatch, capsys):
-    """A long step says where it is, again and again, until it is over. Catches a step of minutes
-    that says nothing."""
+    """A long step prints its progress again and again.
+
+    Catches a step of minutes that prints nothing.
+    """
     said = []
     states = SimpleNamespace(progress=lambda: said.pop() if said else "")
     monkeypatch.setattr(train, "PROGRESS_SECONDS", 0.01)
     progress = train.start_progress_thread(SimpleNamespace(rank=0), states)
     progress.begin(7)
-    said.append("backward layer 3/4")  # once, and it goes on
+    said.append("backward layer 3/4")  # the states say it once; the thread repeats it
     time.sleep(0.2)
     progress.begin(8)
     time.sleep(0.2)
@@ -75,8 +79,10 @@ def test_progress_inside_a_step(monkeypatch, capsys):
 
 
 def test_loss_that_is_not_finite_changes_nothing(group):
-    """A loss that is not finite changes no weight, although its gradients are finite. Catches an
-    update by a loss that is no number."""
+    """If the loss is not finite, no weight changes, even if the gradients are finite.
+
+    Catches an update by a loss of NaN.
+    """
     run, model, states = make_run(make_case("1"), {}, SpoilingStream)
     train.load_random_weights(run, states)
     for i, loss in enumerate((torch.ones(()), torch.tensor(math.inf), torch.tensor(math.nan))):
@@ -87,8 +93,10 @@ def test_loss_that_is_not_finite_changes_nothing(group):
 
 
 def test_diverging_run_skips_stops_and_saves(tmp_path):
-    """A run that diverges stops and saves, and a number that is not finite is null in its log.
-    Catches a run that goes on as NaN, and a log that is no JSON."""
+    """A run that diverges stops and saves. In its log a number that is not finite is null.
+
+    Catches a run that goes on as NaN, and a log that is not JSON.
+    """
     with raises(SystemExit, match="not finite"):
         main(f"--steps 20 --lr 1e30 --warmup 0 --clip 0 --out {tmp_path}")
     rows = read_log(tmp_path)
@@ -97,9 +105,11 @@ def test_diverging_run_skips_stops_and_saves(tmp_path):
 
 
 def test_schedule_equals_torchs_and_stays_where_it_ended(tmp_path, capsys):
-    """Learning rates are torch.optim's from the end of the warm-up to the end of the decay; an
-    extended run stays at its last rate, also one that is extended again. Catches a rate unlike
-    torch's, or one that rises where a run is extended."""
+    """Learning rates equal torch.optim's, and a run that is extended stays at its last rate.
+
+    They are compared from the end of the warm-up to the end of the decay. A run is also extended
+    twice. Catches a rate that differs from torch's, or one that rises when a run is extended.
+    """
     flags = f"--out {tmp_path} --steps"
     main(f"{flags} 25 --warmup 5 --lr 0.01 --min-lr 0.2")
     main(f"{flags} 27 --resume")
@@ -117,7 +127,7 @@ def test_schedule_equals_torchs_and_stays_where_it_ended(tmp_path, capsys):
 
 
 def ids_without_spaces(path: Path) -> Path:
-    """Write the standard library's bytes as ids of which spaces (32) are never labels."""
+    """Write the standard library's bytes as ids. Spaces (32) are ignored as labels."""
     corpus, _ = data.open_corpus("stdlib")
     corpus.read(0, 10**6).astype("<u2").tofile(path)
     Path(f"{path}.json").write_text('{"token_bytes": 2, "ignore": 32}')
@@ -126,14 +136,16 @@ def ids_without_spaces(path: Path) -> Path:
 
 @slow
 def test_eval_of_ranks_equals_one_model(tmp_path):
-    """Quarters 0, 3 and 1, 2 of each sequence lie on two pairs of ranks, one of which has no
-    sequence at last: the loss, and that of every position, are those of the bare model. Catches a
-    loss at another position or of another rank."""
+    """An evaluation on two pairs of ranks equals the bare model's loss, also at each position.
+
+    Quarters 0 and 3 of a sequence lie on one rank of a pair, 1 and 2 on the other. In the end one
+    pair has no sequence. Catches a loss at another position or of another rank.
+    """
     run(
         "--seq 96 --micro-batch 5 --batch 10 --dtype fp64 --steps 0 --eval-every 1 --sp 2 --ring 2 "
         f"--p 2 --g 2 --os 2 --data {ids_without_spaces(tmp_path / 'ids.bin')} --out {tmp_path}",
         4,
-        "ops.LOSS_ELEMENTS = 2**14",  # losses in chunks of tokens
+        "ops.LOSS_ELEMENTS = 2**14",  # several pieces per loss
     )
     (row,) = read_log(tmp_path)
     assert not list(tmp_path.glob("step-*")) and (tmp_path / "loss.png").exists()
@@ -151,8 +163,11 @@ def test_eval_of_ranks_equals_one_model(tmp_path):
 
 
 def test_eval_alone(tmp_path, capsys):
-    """An evaluation of a finished run gives the same numbers once more and no checkpoint; where all
-    labels are ignored it gives none. Catches an evaluation that changes what it evaluates."""
+    """A second evaluation of a finished run gives the same numbers and writes no checkpoint.
+
+    If all labels are ignored, there are no numbers. Catches an evaluation that changes what it
+    evaluates.
+    """
     flags = f"--out {tmp_path}/a --steps 4 --eval-every 2"
     main(flags)
     last = read_log(tmp_path / "a")[-1]
@@ -172,10 +187,13 @@ def test_eval_alone(tmp_path, capsys):
 
 @slow
 def test_one_run_under_four_plans(tmp_path):
-    """train.py from its flags: on one process; sequences over two ranks, swapping; columns and
-    stages over four; and one process that runs layers again. Each goes on from the one before, in
-    documents, with ignored labels, and with several files a rank. Catches a flag of train.py that
-    is not heard, and flags that change a loss."""
+    """One run resumes under four plans that train.py's flags choose, with the losses of one.
+
+    The plans are: one process; sequences over two ranks, with swapping; tensor parallelism and
+    stages over four ranks; and one process with recomputation. There are documents, ignored labels,
+    and several files per rank. Catches a flag of train.py that has no effect, and flags that change
+    a loss.
+    """
     flags = "--dtype fp64 --micro-batch 1 --eval-every 6 --save-every 1 --keep 9 "
     flags += f"--document-token 10 --data {ids_without_spaces(tmp_path / 'ids.bin')} "
     swapping = "--sp 2 --chunk 10 --alpha 0.5 --resident-layers 2 --head-groups 3 --g 2 --os 2"
