@@ -870,8 +870,8 @@ def make_tables(ranks: int, nodes: int, short_seq: int) -> dict[str, Table]:
     # fmt: off
     return {
         "step": Table(
-            f"the largest model that this machine holds, at {short_seq} tokens and at the longest length"
-            " whose rows take at most two minutes",
+            f"the largest model that this machine holds, at {short_seq} tokens and at the longest "
+            "length whose rows take at most two minutes",
             step_rows,
             takes="quick",
         ),

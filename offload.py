@@ -38,10 +38,12 @@ If even x and o of all layers do not fit on the GPU and the host, some are dropp
 
 Copies to and from the host run on two streams of their own. What is copied to the host stays
 referenced on the GPU until compute has waited for the copy, so its memory is not reused too early.
-That is when layer i + 2 begins, so the last two layers are always resident. Backward reads what was
-swapped from two *rounding buffers* on the GPU, each with room for one group of layers. Group g uses buffer
-g mod 2. (Memo uses these buffers in forward, too. Here forward allocates tensors as usual, and
-frees them when they are on the host.) With m = 1, where a group is one layer:
+That is when layer i + 2 begins, so the last two layers are always resident.
+
+Backward reads what was swapped from two *rounding buffers* on the GPU, each with room for one group
+of layers. Group g uses buffer g mod 2. (Memo uses these buffers in forward, too. Here forward
+allocates tensors as usual, and frees them when they are on the host.) With m = 1, where a group is
+one layer:
 
     forward   compute   | layer i       | layer i+1     | layer i+2       frees layer i first
               offload   |               | i -> host     | i+1 -> host
@@ -786,8 +788,8 @@ class ChunkedLayers:
         needed = buffer_bytes(saved.tensors)
         if needed != len(host_buffer):
             raise ValueError(
-                f"layer {self.first + i} saved {needed:,} bytes, but {len(host_buffer):,} bytes when it ran on "
-                "tensors without data: the shapes of what a block saves must not depend on data"
+                f"layer {self.first + i} saved {needed:,} bytes, but {len(host_buffer):,} bytes when it "
+                "ran on tensors without data: the shapes of what a block saves must not depend on data"
             )
         saved.on_host = carve(host_buffer, saved.tensors)
         # the host buffer may be overwritten: compute has waited for the prefetch that read it last

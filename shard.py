@@ -44,7 +44,8 @@ b, and updates b2, the third quarter of b. A matrix has S elements. There are tw
     next forward     all-gather {4,5}: S/2 -> S            the same
 
 Here g = os takes a quarter of the gradient memory that g = p takes. In return g = p communicates
-less: it runs the second reduce-scatter once per step, and g = os once per micro-batch. In general, after the reduce-scatter S -> S/p:
+less: it runs the second reduce-scatter once per step, and g = os once per micro-batch. In general,
+after the reduce-scatter S -> S/p:
 
     layout   g = p: once per step, in reduce_unit    g = os: per micro-batch, in scatter_grad
     intra    reduce-scatter in the subgroup, then    reduce-scatter in the subgroup; then, once per
@@ -674,8 +675,8 @@ class States:
         """Return the weight (rows, cols) of a matrix, and launch the gathers of later weights.
 
         backward: the pass goes from the last layer to the first. The caller must enqueue all
-        kernels that read layer i's weight before it unshards layer i + 1, because that call launches
-        the gather of layer i + 2 into layer i's buffer.
+        kernels that read layer i's weight before it unshards layer i + 1, because that call
+        launches the gather of layer i + 2 into layer i's buffer.
         """
         param = self.sharded_params[module]
         unit = param.unit
