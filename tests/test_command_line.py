@@ -69,7 +69,7 @@ REFUSED = [
     ),
     ("train.py --data none", "no such file or folder"),
     ("mkdir empty && train.py --data empty", "no files in it"),
-    ("mkdir empty && train.py --tokenizer empty", "empty: no tokenizer.json"),
+    ("mkdir empty && train.py --tokenizer empty", "empty: the folder has no tokenizer.json"),
     (
         "printf 'of twenty letters...' > a.txt && train.py --data a.txt",
         "--seq 32.*20 tokens.*--seq 9",
