@@ -250,8 +250,8 @@ class Constraints:
         "split evenly (intra). auto: intra, if the optimizer allows it.",
         among=("auto", "intra", "inter"))
     os_place: str = flag(
-        "auto", "Where optimizer states lie. From the host they visit the GPU during the next "
-        "forward. auto: the faster place that fits, on a tie the GPU.",
+        "auto", "Where optimizer states lie. From the host they stream through the GPU during the "
+        "next forward. auto: the faster place that fits, on a tie the GPU.",
         among=("auto", "gpu", "host"))
     overlap: str = flag(
         ",".join(OVERLAP_CHOICES), "What overlaps with computation: a list of names, or none. "
