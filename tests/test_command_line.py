@@ -148,7 +148,7 @@ REFUSED = [
     (
         """sed -i 's/"default"/"linear", "factor": 2.0/' hf/config.json"""
         " && train.py --init hf:hf --rope-scaling yarn:2",
-        "yarn:2: its rotary.* linear scaling already; extend it with linear:F",
+        "yarn:2: the model's rotary.* linear scaling already; extend it with linear:F",
     ),
     (
         r"f=$(ls hf/model-00002*) && printf '\377\377\377\377' | dd of=$f bs=1 conv=notrunc"
