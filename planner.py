@@ -910,8 +910,8 @@ def search(c, model, hardware):
     First the usual shapes are priced, with all states. Unusual shapes follow if a bound says that
     they may be faster than all plans so far: each is tried with the states of the best plans. Then
     they are tried with all other states, beginning with the shape that was fastest in the first
-    try. All of them are, because a shape that is slow with likely states can be the best with
-    others.
+    try. The number of these shapes is not limited, because a shape that is slow with the likely
+    states can be the best with other states.
     """
     fitting, too_large = [], []  # plans
     fastest = {}  # (tp, pp, sp) -> the least seconds per token
