@@ -12,9 +12,9 @@ A table (make_tables) has rows. A row is one measurement: a label, and flags of 
 says what runs, our step or one of two *peers*, which are FSDP2 and transformers:
 
     fsdp2 WHAT [host]        the same model and kernels under PyTorch's FSDP2 with Ulysses. Model
-                             states are sharded over os ranks, parameters as well if p > 1. WHAT
-                             says which layers are recomputed in backward (RECOMPUTED), and host
-                             keeps all model states in host memory
+                             states are sharded over os ranks, as ZeRO-3 if p > 1 and as ZeRO-2
+                             otherwise. WHAT says which layers are recomputed in backward
+                             (RECOMPUTED), and host keeps all model states in host memory
     transformers DTYPE       transformers' model on one GPU, compiled. fp32: float32 weights under
       [liger] [full]         autocast; bf16: weights and optimizer states in bf16. liger: Liger's
                              kernels, without compilation, because Liger's loss does not compile.
@@ -258,8 +258,8 @@ def liger_kernels(model: nn.Module) -> Iterator[None]:
 
 
 def transformers_step(run: Run, options: list[str]) -> Step:
-    """Build a step of transformers' model on one rank. With the same weights it has the same loss
-    as our model. options: the words of the row's label after "transformers"."""
+    """Build a step of transformers' model on one rank. With the same weights its losses are
+    those of our model, up to rounding. options: the words of the row's label after "transformers"."""
     from transformers import AutoModelForCausalLM
 
     bf16_weights = "bf16" in options
@@ -389,8 +389,9 @@ class Fsdp2States(TorchStates):
     and, if gradients stay whole, one reduction per step, in the last micro-batch."""
 
     def __init__(self, model: LLaMA, run: Run, on_host: bool):
-        """Shard the model over os ranks. With p > 1 this is ZeRO-3. With p = 1 parameters stay
-        whole from forward to backward, and gradients until the last micro-batch (ZeRO-2).
+        """Shard the model over os ranks. With p > 1 parameters are resharded after each pass
+        (ZeRO-3). With p = 1 parameters and gradients stay whole until the backward of the last
+        micro-batch (ZeRO-2).
 
         on_host: the shards of all model states are kept and updated in host memory.
         """
