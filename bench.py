@@ -8,11 +8,13 @@
                                                  measure the rates that planner.py predicts by, and
                                                  write profiles/NAME.json in --out
 
-A table (make_tables) has rows, each a label and flags of train.py. The label says what runs:
+A table (make_tables) has rows. A row is one measurement: a label, and flags of train.py. The label
+says what runs, our step or one of two *peers*, which are FSDP2 and transformers:
 
-    fsdp2 WHAT [host]        the same model and kernels under PyTorch's FSDP2 with Ulysses. p, g and
-                             os say how it shards, WHAT says which layers are recomputed in backward
-                             (RECOMPUTED), and host keeps all states in host memory
+    fsdp2 WHAT [host]        the same model and kernels under PyTorch's FSDP2 with Ulysses. Model
+                             states are sharded over os ranks, as ZeRO-3 if p > 1 and as ZeRO-2
+                             otherwise. WHAT says which layers are recomputed in backward
+                             (RECOMPUTED), and host keeps all model states in host memory
     transformers DTYPE       transformers' model on one GPU, compiled. fp32: float32 weights under
       [liger] [full]         autocast; bf16: weights and optimizer states in bf16. liger: Liger's
                              kernels, without compilation, because Liger's loss does not compile.
@@ -28,10 +30,10 @@ A results file is named after the table, the flags and the hardware, so the same
 its own file and no other. The last line of output is the same JSON object. results/report.py turns
 these files into tables and pictures.
 
-Left out: whether the results are right, which the tests show, also on GPUs.
+Left out: whether a step computes the right numbers. The tests check that.
 
-Legend: M micro-batches, B sequences per micro-batch, T tokens per sequence, of which a rank holds
-T/sp.
+Legend: p, g, os shards of parameters, gradients, optimizer states; sp GPUs per sequence; M
+micro-batches, B sequences per micro-batch, T tokens per sequence, of which a rank holds T/sp.
 """
 
 import argparse
@@ -106,7 +108,7 @@ class Bench:
     file: Path  # the results file
     about: dict  # what the file says besides its rows
     rows: list[dict] = field(default_factory=list)
-    kernels: dict[tuple, tuple] = field(default_factory=dict)  # shapes -> seconds: layer, head
+    kernels: dict[tuple, tuple] = field(default_factory=dict)  # shapes -> seconds of (layer, head)
 
     @property
     def gpu(self) -> bool:
@@ -129,14 +131,15 @@ class Bench:
 
 @dataclass
 class Step:
-    """A training step on random tokens. Call it to run it once; leave its `with` to end it."""
+    """A training step on random tokens. Each call runs it once. Used with `with`, it calls
+    `cleanup` at the end."""
 
     run: Run
     model: nn.Module
     states: object  # States, or an object with the same methods
     batch: train.Batch
     memory: StepMemory | None = None  # plans the addresses of the step's tensors
-    # puts back what was changed outside the step to build it
+    # at the end, frees planned memory and undoes changes to transformers' modules
     cleanup: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
 
     def __call__(self):
@@ -227,7 +230,7 @@ CUDNN_FIRST = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBacken
 
 @contextlib.contextmanager
 def without_mask() -> Iterator[None]:
-    """Let transformers call PyTorch's attention without a mask, so that it is causal by a flag.
+    """Let transformers call PyTorch's attention with is_causal=True and without a mask tensor.
     Compiled with torch before 2.14, attention would otherwise read a mask from memory."""
     from transformers import AttentionMaskInterface
 
@@ -255,8 +258,8 @@ def liger_kernels(model: nn.Module) -> Iterator[None]:
 
 
 def transformers_step(run: Run, options: list[str]) -> Step:
-    """Build a step of transformers' model on one rank; its losses are those of our model. options:
-    the words of the row's label after "transformers"."""
+    """Build a step of transformers' model on one rank. With the same weights its losses are
+    those of our model, up to rounding. options: the words of the row's label after "transformers"."""
     from transformers import AutoModelForCausalLM
 
     bf16_weights = "bf16" in options
@@ -270,7 +273,7 @@ def transformers_step(run: Run, options: list[str]) -> Step:
             cleanup.enter_context(liger_kernels(model))
         if "full" in options:
             model.gradient_checkpointing_enable()
-        # drop what other rows have compiled: a second length would be compiled as dynamic
+        # drop what other rows have compiled, which counts toward PyTorch's limit of recompilations
         torch.compiler.reset()
         call_model = model if "liger" in options else torch.compile(model, dynamic=False)
 
@@ -284,12 +287,13 @@ def transformers_step(run: Run, options: list[str]) -> Step:
                     num_items_in_batch=1 / scale,
                 ).loss
 
-        # around backward as well, because recomputation selects a kernel again
+        # LLaMA.forward_backward calls loss_of in place of our model. The choice of kernels covers
+        # backward, too, because recomputation chooses a kernel again
         with_cudnn_first = sdpa_kernel(CUDNN_FIRST, set_priority=True)
         model.forward_backward = with_cudnn_first(
             functools.partial(LLaMA.forward_backward, loss_of)
         )
-        # the model is built: from here on, the end of the step puts the changes back
+        # pop_all: the changes stay until the step ends, and not only until this function returns
         return Step(run, model, TorchStates(model), random_batch(run), cleanup=cleanup.pop_all())
 
 
@@ -337,7 +341,9 @@ attention_operator.register_autograd(attention_backward, setup_context=save_atte
 KEEP_ATTENTION = functools.partial(
     create_selective_checkpoint_contexts, [torch.ops.bench.attention.default]
 )
-RECOMPUTED = {  # by the first option of a row: flags of checkpoint(), and for every how many layers
+# First option of a row -> flags of checkpoint(), and n: one layer in n is recomputed (0: none).
+# selective: a recomputed layer does not run attention again
+RECOMPUTED = {
     "none": ({}, 0),
     "half-selective": ({"context_fn": KEEP_ATTENTION}, 2),
     "selective": ({"context_fn": KEEP_ATTENTION}, 1),
@@ -346,14 +352,14 @@ RECOMPUTED = {  # by the first option of a row: flags of checkpoint(), and for e
 
 
 class WholeBlock(Block):
-    """A Block whose call runs the whole layer: FSDP2 unshards and reshards parameters in hooks of a
-    module's call."""
+    """A Block whose call runs the whole layer. FSDP2 needs this, because it unshards and reshards
+    parameters in hooks that run before and after a module's call."""
 
     forward = run_block
 
 
 class Fsdp2Model(LLaMA):
-    """Our model, made of WholeBlocks. recomputed: the row of RECOMPUTED that says which of them are
+    """Our model, made of WholeBlocks. recomputed: the key of RECOMPUTED that says which of them are
     recomputed in backward."""
 
     def __init__(self, cfg: ModelConfig, attention: Attention, recomputed: str):
@@ -383,8 +389,12 @@ class Fsdp2States(TorchStates):
     and, if gradients stay whole, one reduction per step, in the last micro-batch."""
 
     def __init__(self, model: LLaMA, run: Run, on_host: bool):
-        """Shard the model: as ZeRO-3 if p > 1, else parameters and gradients stay whole (ZeRO-2).
-        on_host: the shards of all states are kept and updated in host memory."""
+        """Shard the model over os ranks. With p > 1 parameters are resharded after each pass
+        (ZeRO-3). With p = 1 parameters and gradients stay whole until the backward of the last
+        micro-batch (ZeRO-2).
+
+        on_host: the shards of all model states are kept and updated in host memory.
+        """
         from torch.distributed.fsdp import (
             CPUOffloadPolicy,
             MixedPrecisionPolicy,
@@ -431,7 +441,8 @@ class Fsdp2States(TorchStates):
 
 @functools.cache
 def fsdp2_mesh(device_type: str, replicas: int, shards: int) -> dist.DeviceMesh:
-    """Return the mesh of ranks: shards neighbours share the states. Made once, like groups_of."""
+    """Return FSDP2's mesh of ranks. `shards` neighbours share the model states, and there are
+    `replicas` such groups. The mesh is made once, for the same reason as groups_of."""
     mesh = dist.init_device_mesh(
         device_type, (replicas, shards), mesh_dim_names=("replicate", "shard")
     )
@@ -439,16 +450,18 @@ def fsdp2_mesh(device_type: str, replicas: int, shards: int) -> dist.DeviceMesh:
 
 
 def peer_run(bench: Bench, cfg: Config) -> Run:
-    """Return the run of a peer: whole layers, and all-to-alls of one head group by NCCL. It is
-    planned for unlimited memory, because whether a peer fits is measured."""
+    """Return the run of a peer. Layers run whole, and attention has one head group, whose
+    all-to-alls NCCL sends. It is planned for unlimited memory, because whether a peer fits is
+    measured."""
     cfg = replace(cfg, head_groups=1, ring=1, recompute="none", os_place="gpu")
     run, *_ = plan_runs(bench, cfg, gpu=2.0**60)
+    # per_node 0: attention.make_exchange then takes NCCL rather than copies within a node
     return replace(run, plan=replace(run.plan, per_node=0))
 
 
 def fsdp2_step(run: Run, options: list[str]) -> Step:
     """Build a step of the same model and kernels under FSDP2, sharded over os ranks. options: the
-    words of the row's label after "fsdp2", the first of which is a row of RECOMPUTED.
+    words of the row's label after "fsdp2", the first of which is a key of RECOMPUTED.
     A collective."""
     attention = train.make_attention(run, groups_of(1, 1))
     with torch.device("meta"):
@@ -481,15 +494,18 @@ def clock(bench: Bench, step: Callable, repeats: int) -> float:
 
 
 def device_seconds(bench: Bench, work: Callable) -> float:
-    """Return the seconds of work() on the device, as the median of the later half of two seconds,
-    when a GPU's clock rate has fallen to what it holds under load. Calls queue up behind a pause,
-    so that no kernel waits for the host."""
+    """Return the median seconds of work() on the device.
+
+    It runs again and again for two seconds, and only the later half of the times counts: by then a
+    GPU's clock rate has fallen to what it holds under load. The calls are queued while the GPU
+    pauses, so that no kernel waits for the host.
+    """
 
     def time_calls(calls):
         start = time.perf_counter()
         if bench.gpu:
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            torch.cuda._sleep(2**24)  # cycles, some 10 ms
+            torch.cuda._sleep(2**24)  # a pause of so many cycles, some 10 ms
             begin.record()
         for _ in range(calls):
             work()
@@ -511,7 +527,7 @@ def device_seconds(bench: Bench, work: Callable) -> float:
 def kernels_alone(run: Run) -> tuple[Callable, Callable]:
     """Return two functions that run the attention and matrix kernels of one layer, and of the head,
     for a rank's micro-batch, forward and backward. At most 16K tokens are multiplied at once. On a
-    ring, the ranks' attention is counted as if they split its heads."""
+    ring, attention is timed as if the ranks split its heads."""
     plan = run.plan
     cfg = plan.local_model
     random = functools.partial(torch.randn, device=run.device, dtype=plan.dtype)
@@ -573,7 +589,7 @@ class Row:
 
     label: str  # "fsdp2 ..." and "transformers ..." are peers, every other label is ours
     flags: str = ""
-    # train.py's allocator settings: memory is mapped where a block needs it
+    # as in train.py: PyTorch's allocator may grow a segment of memory instead of adding another
     expandable_segments: bool = True
 
     @property
@@ -615,8 +631,9 @@ def time_step(bench: Bench, step: Step) -> float:
 def measure_row(bench: Bench, row: Row, look: Callable) -> dict:
     """Build a row's step, time it, and return what results/*.json says of it.
 
-    A row that does not fit, or runs out of memory on any rank, is a result too: it has "oom" and an
-    "error" instead of rates. look(bench, step) returns what else to report. A collective.
+    A row that does not fit, runs out of memory on any rank, or lacks a package is a result, too.
+    Its "oom" is true, and it has no rates. Its "error" says why, if it failed on this rank.
+    look(bench, step) returns what else to report. A collective.
     """
     cfg = config(row.flags)
     result = {
@@ -655,15 +672,15 @@ def measure_row(bench: Bench, row: Row, look: Callable) -> dict:
 
 
 def attempt(bench: Bench, row: Row, look: Callable) -> None:
-    """Measure a row, add its result, and leave the process as it was before. A collective."""
+    """Measure a row, add its result, and free the row's memory. A collective."""
     with allocator_settings(row):
         bench.add(measure_row(bench, row, look))
-        release(bench)  # the row's step, to which nothing refers any more
+        release(bench)  # frees the row's step, to which nothing refers any more
 
 
 def release(bench: Bench) -> None:
-    """Free the memory that nothing uses any more, and measure its peak anew. Modules and their
-    states refer to each other, so this takes the garbage collector."""
+    """Free the memory that nothing uses any more, and reset the statistics of peak memory. Modules
+    and their states refer to each other, so only the garbage collector frees them."""
     gc.collect()
     if bench.gpu:
         torch.cuda.empty_cache()
@@ -672,8 +689,8 @@ def release(bench: Bench) -> None:
 
 @contextlib.contextmanager
 def allocator_settings(row: Row) -> Iterator[None]:
-    """Set PyTorch's allocator as a row wants it; at the end, as train.py or the environment sets
-    it."""
+    """Turn PyTorch's expandable segments off if a row says so. At the end, set the allocator again
+    as the environment or, by default, train.py sets it."""
     if row.expandable_segments:
         yield
         return
@@ -718,7 +735,7 @@ def chosen(run: Run) -> dict:
         "activations": activations and asdict(activations),
         "alpha": activations and activations.alpha,
         "planned_gib": {name: value / GIB for name, value in plan.memory.items()},
-        # per machine; None rather than 0, so that no column is shown for it
+        # per node; None rather than 0, so that no column is shown for it
         "host_gib": plan.per_node / GIB * plan.host_bytes or None,
     }
 
@@ -731,18 +748,19 @@ class Table:
     """Rows that are measured one after the other, once per variant."""
 
     does: str  # what the table measures, as a sentence that is printed before its first row
-    # or a function of (bench, the flags that the rows share) that returns them
+    # the rows, or a function of (bench, the flags that the rows share) that returns them
     rows: list[Row] | Callable[[Bench, str], list[Row]]
     flags: str = ""  # shared by all rows
     variants: tuple[str, ...] | list[str] = ("",)  # more shared flags; --seq replaces them
-    takes: str = ""  # the flags that bench.py accepts for this table, besides those of memory
+    takes: str = ""  # flags that this table accepts, besides the two memory flags
     look: Callable = lambda *_: {}  # look(bench, step) returns what else a row reports
     min_ranks: int = 1
 
 
 def step_rows(bench: Bench, flags: str) -> list[Row]:
-    """Return rows of the largest model that fits, and of the longest sequence that it can train on
-    in two minutes, warm-up included. That sequence is a power of two times a short one."""
+    """Return rows of the largest model that fits, on short sequences and on the longest sequence
+    whose step is predicted to take at most 45 seconds, so that the row takes two minutes. (For
+    --quick and on a CPU, 4 seconds.) Its length per rank is a power of two times a short one."""
     quick = bench.quick or not bench.gpu
     max_params = math.inf
     if quick:
@@ -788,7 +806,8 @@ def step_rows(bench: Bench, flags: str) -> list[Row]:
 
 def plan_rows(bench: Bench, flags: str) -> list[Row]:
     """Return the planner's best plans, each as the flags of the command that trains by it."""
-    defaults = "--tp 1 --pp 1 "  # planner.command leaves them out
+    # planner.command leaves these defaults out, but `flags` may say --tp auto --pp auto
+    defaults = "--tp 1 --pp 1 "
     rows = []
     for i, run in enumerate(plan_runs(bench, config(flags)), 1):
         own_flags = planner.command(run.plan, run.cfg).partition("train.py ")[2]
@@ -1127,13 +1146,13 @@ def commit() -> str:
 
 # ---------------------------------------------------------------------------- the program
 
-BENCH_FLAGS = {  # of bench.py -> what --help says
+BENCH_FLAGS = {  # flag that bench.py itself handles -> its help
     "quick": "measure a small model, which takes a minute",
     "rows": "measure only the rows with these labels, for example 'ours,fsdp2 full'",
     "seq": "tokens per sequence, one or several, for example 64K,128K",
     "nodes": "split this node's ranks into so many nodes, which reach each other only by sockets",
 }
-TRAIN_FLAGS = {  # of train.py, added to the flags of every row
+TRAIN_FLAGS = {  # flag of train.py, which is added to every row's flags -> its help
     "model": "the model; default: 7b on GPUs, tiny on a CPU",
     "batch": "sequences per step",
     "tp": "auto: also measure plans with tensor parallelism",
@@ -1145,8 +1164,9 @@ TRAIN_FLAGS = {  # of train.py, added to the flags of every row
 
 
 def parse() -> argparse.Namespace:
-    """Parse the command line. Adds `given`, the flags of the tables that were given, by name, and
-    `flags`, the text of those that are train.py's."""
+    """Parse the command line. The result has two more fields. `given` are the BENCH_FLAGS and
+    TRAIN_FLAGS that the command has, as {"seq": "--seq 64K"}. `flags` is one text of those that
+    are TRAIN_FLAGS."""
     tables = tables_here()
     parser = argparse.ArgumentParser(
         description=__doc__.split("\n")[0],
@@ -1181,7 +1201,7 @@ def parse() -> argparse.Namespace:
     args.flags = " ".join(text for name, text in args.given.items() if name in TRAIN_FLAGS)
     try:
         check(args, tables[args.table])
-    except ValueError as e:  # the same on every rank, and all of them end
+    except ValueError as e:  # every rank finds the same error, so all of them end
         parser.error(str(e))
     return args
 

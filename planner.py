@@ -2,13 +2,13 @@
 
 A plan says how many GPUs share a sequence (sp), how sequences form micro-batches, how model states
 are sharded (p, g, os), and which activations layers keep, swap or recompute. costs.py predicts a
-plan's seconds and counts its bytes. The planner takes
+plan's seconds and counts its bytes. The planner solves
 
-    min  seconds of a step / its tokens
-         GPU bytes <= memory of a GPU,  host bytes <= host memory per rank
+    minimize     seconds of a step / tokens of a step
+    subject to   GPU bytes <= memory of a GPU,  host bytes <= host memory per rank
 
-(AMSP's problem, section IV, with InternEvo's degrees of freedom and Memo's activations). Flags fix
-what they name, and leave the rest to the planner. No GPU is needed:
+(AMSP's problem, section IV, with InternEvo's degrees of freedom and Memo's activation plans). Flags
+fix what they name, and leave the rest to the planner. No GPU is needed:
 
     python planner.py --model 7b --ranks 4 --seq 1M --batch 1 --cluster h200x8
     plan(constraints, model, hardware) -> [Plan]        # best first, a pure function
@@ -23,37 +23,41 @@ The command prints, among other things (some columns and rows are left out):
 
     427.3 s per step, 613 tokens per GPU per second, 53.6% MFU causal, 132.7 GiB per GPU
 
-What --batch 1 forces: 4 / sp data-parallel groups share the sequences of a step equally, and one
-sequence is not divisible by 4 or 2 groups. So sp 1 and 2 are illegal, and sp is 4. With --batch 4
+Why --batch 1 forces sp 4: the 4 GPUs form 4 / sp data-parallel groups, which share the sequences of
+a step equally. 4 or 2 groups cannot share one sequence, so sp 1 and 2 are illegal. With --batch 4
 all three are legal, and sp 4 still wins: it takes 1710 s per step, sp 2 1807 s and sp 1 2147 s. A
-GPU holds a quarter of a sequence with sp 4, but a half or all of it with sp 2 or 1. Their
-activations do not fit as they are: 2 layers in 3 drop their inputs, and with sp 2 attention runs
-twice in 6 of 32 layers, with sp 1 in 30.
+GPU holds a quarter of a sequence with sp 4, but a half with sp 2 and all of it with sp 1. With sp 2
+and sp 1 it saves fewer activations per token: 2 layers in 3 drop their inputs and recompute them in
+backward. Some layers drop attention's output, too, and run attention twice: 6 of 32 layers with
+sp 2, and 30 with sp 1.
 
-How the search works. Each degree of freedom is a function that lists its legal values (SHAPE, and
-state_choices for model states). Their combinations, without the states, are *shapes*. For each
-shape the search compares states, and plan_activations plans what layers keep. A shape is left out
-if a lower bound of its seconds says that it cannot win. There are two rounds:
+How the search works. Each degree of freedom is a function that lists its legal values. The degrees
+in SHAPE give everything but the sharding of model states, and their combinations are *shapes*.
+`state_choices` lists the shardings (p, g, os, and the GPU or the host for optimizer states), which
+the search compares for each shape. plan_activations then plans what layers keep. The search skips a
+shape if a lower bound of its seconds says that it cannot win. There are two rounds:
 
-    usual values    a few head groups, chunks of 16K and 8K tokens, with all states
-    all values      that a flag could ask for, as far as they could still be faster
+    usual shapes      such as those with 4 head groups and with chunks of 16K or 8K tokens
+    unusual shapes    all other values, if a bound says that they may be faster than the best plan
+                      so far. Sizes of chunks are powers of two from 2K to 64K, or all tokens
 
-So a flag set by hand finds nothing faster than the plan without it (within a tie, which is 0.2 %).
-Of plans that tie, `preference` takes the simpler one: fewer stages, no host memory, a smaller sp,
-fewer shards. place_nodes orders the nodes of a cluster so that few bytes cross the spine of its
-switches (AMSP, section V-D).
+So hardly any flag set by hand finds a faster plan than the search without it. Two plans tie if
+their times differ by less than 0.2 %. Of plans that tie, `preference` takes the simpler one: a
+smaller tp, fewer stages, no host memory, a smaller sp, fewer shards. place_nodes orders the nodes
+of a cluster so that few bytes cross the spine of its switches (AMSP, section V-D).
 
 With tensor parallelism tp and a pipeline of pp stages, the R = ranks / (tp pp) ranks with the same
-stage and tp rank share states and sequences, and per_node / tp of them lie in a node. The
-activation plan is made for a micro-batch's pass through the largest virtual stage. It serves all
-stages, and has the memory of the stage that has the least, divided by the passes in flight there.
+stage and tp rank share model states and sequences. All stages use one activation plan. It is made
+for one micro-batch's pass through the largest virtual stage. Its memory is that of the stage that
+has the least room, divided by the number of passes whose activations that stage holds at once.
 
-Left out: other activation plans for other stages.
+Left out: a different activation plan for each stage.
 
-Legend: p, g, os sharding factors; sp GPUs per sequence; dp data-parallel groups of sp GPUs each;
-pp_chunks virtual stages per stage. In activation plans: n layers; k resident layers, which copy
-nothing to the host; alpha, the fraction of tokens whose activations the other layers swap; groups
-of m layers, of which one keeps its input x; X layers that drop attention's output o.
+Legend: p, g, os shards of parameters, gradients, optimizer states; sp GPUs per sequence; dp
+data-parallel groups of sp GPUs each; pp_chunks virtual stages per stage; chunk, the tokens that a
+layer runs at once. In activation plans: n layers; k resident layers, which copy nothing to the
+host; alpha, the fraction of tokens whose activations the other layers swap; groups of m layers, of
+which one keeps its input x; X layers that drop attention's output o.
 """
 
 import argparse
@@ -125,7 +129,7 @@ def in_size(value):
 
 def flag(default, text: str, low: float = 1, high: float = 2**20, among=(), group: str = ""):
     """Return a dataclass field that is a flag: a number from `low` to `high`, or a word of `among`.
-    text: its help. group: begins a group of flags with this title in --help."""
+    text: its help. group: if given, a group of flags with this title begins here in --help."""
     return field(
         default=default,
         metadata={"help": text, "range": (low, high), "among": among, "group": group},
@@ -145,7 +149,7 @@ def flag_name(field_name: str) -> str:
 
 def flag_type(f):
     """Return the function that converts a flag's text to its value. If the field may be None, the
-    text `auto` is None."""
+    text `auto` means None."""
     value_type, *optional = typing.get_args(f.type) or [f.type]
     if value_type is int:
         value_type = size
@@ -196,7 +200,7 @@ def check_values(program) -> None:
             raise ValueError(f"{flag_name(name)} {value!r}: the type must be {f.type}")
         if among and value not in among:
             raise ValueError(f"{flag_name(name)} {value}: choose one of {', '.join(among)}")
-        if type(value) in (int, float) and not low <= value <= high:  # true of NaN, too
+        if type(value) in (int, float) and not low <= value <= high:  # rejects NaN, too
             raise ValueError(f"{flag_name(name)} {value}: choose a value from {low} to {high}")
     by_hand = [
         flag_name(name)
@@ -218,7 +222,7 @@ Count = int | None  # None: auto
 @dataclass(frozen=True)
 class Constraints:
     """The flags that restrict a plan. None, `auto` on the command line, leaves the choice to the
-    planner. The flags of a program are these and its own."""
+    planner. A program such as train.py inherits these flags and adds its own."""
 
     # fmt: off
     seq: int = flag(4096, "Tokens per sequence.", 1, 2**40)
@@ -297,7 +301,7 @@ class Constraints:
         None, "Bytes of a GPU that may be used, such as 80G. auto: all.", 2**20, 2**60)
     # fmt: on
     optimizer: str = "adamw"
-    default_tokens: int = 0  # per step, if --batch is auto; rounded up to a sequence per group
+    default_tokens: int = 0  # per step, if --batch is auto; batch_choices rounds it
     most_sequences: Count = None  # sequences that the data has
 
     @property
@@ -347,19 +351,19 @@ class TooLarge(ValueError):
     """No legal plan fits memory."""
 
 
-MOST_STRIDE = 8  # largest m that is tried. The inputs of a group of m layers share the GPU
+MOST_STRIDE = 8  # largest m that is tried. Backward recomputes m - 1 inputs of a group at once
 
 
 def whole_chunks(number):
-    """Round down. The small number mends a quotient that float arithmetic made a little too
-    small."""
+    """Round down to a whole number of chunks. 1e-9 is added because float arithmetic may give
+    2.9999999 for 3."""
     return np.floor(number + 1e-9)
 
 
 @functools.lru_cache(maxsize=8)
 def least_bytes_of_candidates(n, layer, resident, swaps):
     """Return the GPU bytes and the host bytes that each of `activation_candidates` needs if it
-    keeps and swaps no chunk. The cache serves plans that differ only in model states."""
+    keeps and swaps no chunk. They are cached, because many plans differ only in model states."""
     stride, swapped_layers, dropped_outputs, _ = activation_candidates(n, resident, swaps)
     plans = ActivationPlan(
         layers=n,
@@ -374,14 +378,16 @@ def least_bytes_of_candidates(n, layer, resident, swaps):
 @functools.cache
 def activation_candidates(n, resident, swaps):
     """Return four arrays with one entry per candidate for an activation plan of n layers: m, the
-    number n - k of swapped layers, X, and whether the candidate may keep and swap chunks.
+    number n - k of swapped layers, X, and whether the candidate may keep and swap chunks. (The
+    module docstring explains these letters.)
 
     resident: k, if it is set by hand. swaps: whether at least one chunk has to be swapped.
     """
     stride, swapped_layers, dropped_outputs = np.mgrid[
         1 : MOST_STRIDE + 1, : max(1, n - 1), : n + 1
     ]
-    # a group of several layers keeps no chunk, and resident layers keep none if they drop their o
+    # If m > 1, no chunk is kept or swapped. The first X layers drop o. If X > n - k, some of them
+    # are resident layers, and then no chunk is kept or swapped either
     saves_chunks = (stride == 1) & (dropped_outputs <= swapped_layers)
 
     legal = swapped_layers % stride == 0  # whole groups are swapped
@@ -410,7 +416,9 @@ def plan_activations(
         resident, alpha    set by hand, or None
         busy         seconds of a layer's forward in which the link to the host has other copies
 
-    Memo (section 4.1) swaps as much as its two constraints allow. All but two layers are swapped:
+    Memo (section 4.1) swaps as much as its two constraints allow. All but two layers are swapped.
+    S_input are the bytes of a layer's x, S_attn those of o, S_others those of all its other
+    activations, and T_layer are the seconds of its forward:
 
         max alpha:  (S_input + S_attn + alpha * S_others) / bandwidth <= T_layer
                     (n - 2) * (S_input + S_attn + alpha * S_others)   <= M_CPU
@@ -452,10 +460,11 @@ def plan_activations(
 
     # ---- GPU memory: how many chunks of each layer fit the rounding buffers?
     #     room = gpu - bytes that the candidate needs without any chunk
-    # In backward two rounding buffers have room for c chunks each:
+    # In backward the two rounding buffers hold c chunks each:
     #     2 c chunk_bytes <= room
-    # In forward so do the buffers, and two layers on their way to the host. The resident layers
-    # have not run yet, so of the x and o of k layers only those of two layers are on the GPU:
+    # In forward they hold as much, and two more layers, whose copies to the host still run, hold c
+    # chunks each. But `needed` counts x and o of all k resident layers. These have not run yet, and
+    # x and o of only the two layers being copied are on the GPU, so (k - 2) (x + attn) are free:
     #     4 c chunk_bytes <= room + (k - 2) (x + attn)
     room = gpu - needed
     forward_room = room + (k - 2) * (x_bytes + attn_bytes)
@@ -504,10 +513,12 @@ def plan_activations(
 # ---------------------------------------------------------------------------- legal choices
 
 # Each function below is a degree of freedom. It takes constraints and a plan, and lists its legal
-# choices as changes to the plan: the usual ones, or, if `exhaustive`, all that a flag could ask
-# for. It raises ValueError if there is none. To add a degree, add a function to SHAPE.
+# choices as changes to the plan: the usual ones, or, if `exhaustive`, all of them (of chunk sizes
+# only powers of two). It raises ValueError if there is none. To add a degree, add a function to
+# SHAPE.
 
-REASONS = {}  # choice -> why the search takes it, where no flag sets it. Each is beside its degree
+# choice -> why the search takes it if no flag sets it. Each entry stands above its function
+REASONS = {}
 
 
 def round_up(a, b):
@@ -545,7 +556,7 @@ REASONS["tp"] = "fastest; on a tie the fewest GPUs"
 
 def tensor_parallel_choices(c, plan, exhaustive=False):
     """List the numbers of GPUs that may share a layer's matrices. They are neighbours in a node,
-    and each has equally many heads and features."""
+    and each has equally many heads and features of the MLP."""
     model, per_node = plan.model, plan.per_node
     shared = math.gcd(per_node, model.heads, model.kv_heads, model.ffn)
 
@@ -589,8 +600,9 @@ def pipeline_choices(c, plan, exhaustive=False):
             return {1, 2, 4, c.pp_chunks}
         if not exhaustive:
             return {1, 2, 4}
-        # several numbers can give the largest virtual stage equally many layers. The least of them
-        # needs the least memory and is the fastest
+        # `of_stage`: layers of the largest virtual stage. Several numbers of virtual stages can
+        # give the same `of_stage`. Of these only the smallest is listed, because it is the fastest
+        # and needs the least memory
         return {ceil_div(layers, pp * of_stage) for of_stage in range(1, layers + 1)}
 
     pairs = [
@@ -609,7 +621,7 @@ def sequence_choices(c, plan, exhaustive=False):
     """List the numbers sp of GPUs per sequence, and the ring factors of each.
 
     Usual is the smallest ring with which the GPUs that share heads, sp / ring, lie in one node, so
-    that their all-to-alls cross no network. For long sequences larger rings are usual, too: if
+    that their all-to-alls stay inside it. With more than 64K tokens per GPU all rings are usual: if
     fewer GPUs share the heads, each has more heads and so more head groups, which need less memory.
     """
     ranks, in_node, kv_heads = (
@@ -617,7 +629,7 @@ def sequence_choices(c, plan, exhaustive=False):
         plan.state_ranks_per_node,
         plan.local_model.kv_heads,
     )
-    needs_heads = ""  # what cannot run around a ring
+    needs_heads = ""  # the kind of attention that was asked for, if it cannot run around a ring
     if c.attention in KERNELS and not KERNELS[c.attention].plain:
         needs_heads = f"--attention {c.attention}, which may see heads or positions of keys,"
     if c.has_documents:
@@ -647,7 +659,7 @@ def sequence_choices(c, plan, exhaustive=False):
     def leaves_node(choice):
         return in_node % (choice["sp"] // choice["ring"]) > 0
 
-    usual_ring = {}  # sp -> its first ring, of those that leave no node if there is one
+    usual_ring = {}  # sp -> its smallest ring, if possible of those that leave no node
     for choice in sorted(legal, key=leaves_node):
         sp, ring = choice["sp"], choice["ring"]
         usual_ring.setdefault(sp, ring)
@@ -660,8 +672,8 @@ REASONS["batch"] = "fastest; on a tie micro-batches near 8K tokens per GPU"
 
 def batch_choices(c, plan, exhaustive=False):
     """List the sequences per step, and per micro-batch. Usual micro-batches have one sequence, or
-    the most within 4K, 8K or 32K tokens per GPU. (A GPU computes 8K tokens of a small model sooner
-    than its host launches the kernels.)"""
+    the most within 4K, 8K or 32K tokens per GPU. (32K because a GPU computes 8K tokens of a small
+    model in less time than its host needs to launch the kernels.)"""
     dp = plan.dp
     most = c.most_sequences or 2**40
     usual = c.default_tokens // c.seq
@@ -706,9 +718,10 @@ REASONS["head groups"] = "fastest; more groups need less memory"
 
 
 def head_group_choices(c, plan, exhaustive=False):
-    """List the numbers of head groups. 4 groups hide all-to-alls. More of them need less memory, so
-    for long sequences the most within 16 are usual, too. (With sp 1: 1 group, and the most within
-    8.)"""
+    """List the numbers of head groups. Usual is the largest number up to 4, which is enough to hide
+    all-to-alls. More groups need less memory, so with more than 64K tokens per GPU the largest
+    number up to 16 is usual, too. (If there are no all-to-alls, as with sp 1: 1, and the largest up
+    to 8.)"""
     model, ranks = plan.local_model, plan.head_ranks
     heads, kv_heads = model.heads // ranks, model.kv_heads // ranks
     counts = head_group_counts(heads, kv_heads, plan.tokens * model.heads * model.head_dim)
@@ -746,8 +759,8 @@ REASONS["activations"] = "fits, and loses the least time; on a tie the fewest ch
 
 def activation_modes(c, plan, exhaustive=False):
     """List how layers run: whole, or in equal chunks of tokens. Chunks of 16K and 8K tokens are
-    usual: smaller ones slow matrix products down, and larger ones need more memory. Flags about
-    chunks exclude whole layers."""
+    usual: smaller ones slow matrix products down, and larger ones need more memory. If --chunk,
+    --alpha or --resident-layers is set, layers do not run whole."""
     swaps = bool(c.alpha)  # at least one layer is swapped
     most_resident = plan.virtual_stage_layers - 1 if swaps else plan.virtual_stage_layers
     least_resident = c.resident_layers or (2 if swaps else 0)
@@ -792,8 +805,8 @@ REASONS["states"] = "fastest; on a tie on the GPU, then the fewest shards"
 
 
 def state_choices(c, plan, exhaustive=True):
-    """List the legal sharding factors of model states, and where optimizer states lie. In layout
-    intra all ranks update equally many elements."""
+    """List the legal sharding factors of model states, and where optimizer states lie. Layout auto
+    is intra if possible, because then all ranks update equally many elements."""
     world, in_node = plan.state_ranks, plan.state_ranks_per_node
     if c.strategy:
         if c.p or c.g or c.os:
@@ -823,8 +836,8 @@ def state_choices(c, plan, exhaustive=True):
 
 
 def most_sharded_states(c, plan, exhaustive=False):
-    """List only the legal states with the most shards. The search chooses among all of them
-    last."""
+    """List only the legal states with the most shards, which every shape has at first. The search
+    compares all states of a shape later."""
     return [list(state_choices(c, plan))[-1]]
 
 
@@ -847,7 +860,7 @@ PRUNE_FACTOR = 1.3  # a plan that takes this many times as long as the best one 
 token_s = operator.attrgetter("token_s")
 parallelism = operator.attrgetter("tp", "pp", "sp")  # the best plan of each is printed
 states_of = operator.attrgetter("factors", "os_place")
-LIKELY_STATES = 3  # an unusual shape is tried with the states of so many best plans first
+LIKELY_STATES = 3  # an unusual shape is first tried with the states of the 3 best plans
 shape_of = operator.attrgetter(
     *("tp", "pp", "pp_chunks", "sp", "ring", "micro_batch", "head_groups", "recompute", "chunk")
 )
@@ -861,7 +874,7 @@ def preference(plan):
         plan.host_bytes > 0,
         plan.sp,
         plan.ring,
-        abs(plan.tokens - 2**13),  # micro-batches near 8K tokens: more of them need more memory
+        abs(plan.tokens - 2**13),  # micro-batches near 8K tokens: larger ones need more memory
         plan.os_place,  # gpu before host
         astuple(plan.factors),
         plan.chunks,
@@ -870,8 +883,9 @@ def preference(plan):
 
 
 def plan(constraints: Constraints, model: ModelConfig, hardware: Hardware) -> list[Plan]:
-    """Return the plan of the least predicted time per token that fits, followed by the best plans
-    with other tp, pp or sp. Raises ValueError with what is missing if none fits."""
+    """Return the plan that fits and has the least predicted time per token (of plans that tie, the
+    one that `preference` takes), followed by up to 9 best plans with other tp, pp or sp. Raises
+    ValueError with what is missing if none fits."""
     return best_per_parallelism(search(constraints, model, hardware))[:10]
 
 
@@ -887,20 +901,21 @@ def best_per_parallelism(plans):
 
 
 def search(c, model, hardware):
-    """Return plans that fit, fastest first, among them the best one of each (tp, pp, sp).
+    """Return plans that fit, fastest first. The first one is the best of all shapes. For each other
+    (tp, pp, sp) there is the best of its usual shapes, unless it is far slower.
 
     Raises ValueError with the broken rule if the flags are illegal, and TooLarge with the need of
     the nearest plan if no plan fits.
 
     First the usual shapes are priced, with all states. Unusual shapes follow if a bound says that
     they may be faster than all plans so far: each is tried with the states of the best plans. Then
-    all other states are tried, beginning with the shape that came out best. A limit on the number
-    of these shapes would miss plans, because a shape that is slow with the likely states can be the
-    best with other states.
+    they are tried with all other states, beginning with the shape that was fastest in the first
+    try. The number of these shapes is not limited, because a shape that is slow with the likely
+    states can be the best with other states.
     """
     fitting, too_large = [], []  # plans
     fastest = {}  # (tp, pp, sp) -> the least seconds per token
-    least_bytes, seconds_of_states = {}, {}  # caches of best_case and with_state_seconds
+    least_bytes, seconds_of_states = {}, {}  # caches for best_case and for with_state_seconds
 
     def cannot_win(plan):
         """Whether a plan is slower than the best one of its (tp, pp, sp), or far slower than
@@ -915,8 +930,9 @@ def search(c, model, hardware):
         return plan.token_s * (1 + 1e-6) >= min(fastest.values(), default=math.inf)
 
     def promising(shapes, skip):
-        """Return the shapes that may fit and that `skip` does not exclude, fastest first. A cheap
-        bound comes first: seconds that recompute nothing. Then states take the least memory."""
+        """Return the shapes that may fit and that `skip` does not exclude, fastest first. `skip`
+        judges a shape by a cheap bound, the seconds of a step that recomputes nothing. The result
+        is sorted by a closer bound, best_case."""
         shapes = sort_by_bound(hardware, shapes, with_states=False)
         shapes = [best_case(c, shape, hardware, least_bytes) for shape in shapes if not skip(shape)]
         too_large.extend(shape for shape in shapes if shape.step_s == math.inf)
@@ -972,6 +988,7 @@ def search(c, model, hardware):
         if cannot_be_fastest(shape):
             continue
         plans = possible_states(shape, cannot_be_fastest)
+        # if none of the likely states is possible, take the last two, which have the most shards
         plans = [plan for plan in plans if states_of(plan) in likely] or plans[-2:]
         if plans:
             tried_states = {states_of(plan) for plan in plans}
@@ -1004,9 +1021,10 @@ def nothing_fits(c, too_large, hardware):
 
 
 def sort_by_bound(hardware, plans, with_states):
-    """Return plans with a lower bound of their seconds, fastest first. with_states: the plans come
-    from best_case, whose copies to the host do not wait for states, so its seconds of copies
-    stay."""
+    """Return plans with a lower bound of their seconds, fastest first. with_states: count the
+    seconds of model states, too. The plans then come from best_case, and still have its activation
+    plan. With states its copies to the host might take longer, but a better activation plan could
+    avoid that. So the bound counts no more seconds of copies than best_case does."""
     timed = []
     for plan in plans:
         seconds = step_seconds(hardware.est, plan, with_states)
@@ -1017,8 +1035,8 @@ def sort_by_bound(hardware, plans, with_states):
 
 
 def with_room(c, shape, plans, hardware):
-    """Return the plans of a best_case whose states leave room for the least activations that layers
-    may keep. This takes much less time than `fit`."""
+    """Return the plans whose states leave room for the least activations that layers can keep. This
+    takes much less time than `fit`. shape: the best_case that the plans belong to."""
     activations = shape.memory["activations"]
     if shape.recompute == "auto" and c.recompute == "auto":
         n, layer = shape.virtual_stage_layers, skeletal_bytes(shape)
@@ -1036,9 +1054,9 @@ def with_room(c, shape, plans, hardware):
 
 
 def with_state_seconds(hardware, shape, plans, known):
-    """Return the plans of a best_case with a lower bound of their seconds: the seconds of the
-    best_case, and the seconds of model states if passes were so long that they hid all
-    communication. known: a cache of the latter, which is filled here."""
+    """Return plans with a lower bound of their seconds. It is the seconds of `shape`, the best_case
+    that they belong to, plus the seconds that model states take even if passes are so long that
+    they hide all communication. known: a cache of the second term, which is filled here."""
     timed = []
     for plan in plans:
         key = (
@@ -1052,15 +1070,15 @@ def with_state_seconds(hardware, shape, plans, known):
             plan.recompute,
         )
         if key not in known:
-            endless = math.inf, math.inf, math.inf  # forward, backward, its last matrices
+            endless = math.inf, math.inf, math.inf  # forward, backward, last_matrix
             known[key] = sum(traffic_seconds(hardware.est, plan, *endless).values())
         timed.append(replace(plan, seconds=shape.seconds | {"states": known[key]}))
     return timed
 
 
 def shapes(c, model, hardware, exhaustive=False):
-    """Return plans with all shapes that SHAPE may choose. Their states are not chosen yet. Raises
-    ValueError."""
+    """Return plans with all shapes that SHAPE may choose. They have the most sharded states for
+    now. Raises ValueError."""
     start = Plan(
         model,
         DTYPES[c.dtype],
@@ -1075,8 +1093,8 @@ def shapes(c, model, hardware, exhaustive=False):
 
 
 def choose(c, plans, degrees, exhaustive=False):
-    """Return the plans with all combinations that the degrees may choose. Raises ValueError if a
-    degree has no legal choice for any plan."""
+    """Return the plans with all combinations that the degrees may choose. A plan for which a degree
+    has no legal choice is dropped. Raises ValueError if no plan is left."""
     for degree in degrees:
         changed, errors = [], []
         for plan in plans:
@@ -1122,9 +1140,9 @@ def smallest(plans):
 
 
 def best_case(c, shape, hardware, least_bytes):
-    """Return a shape with activations and seconds as if states took no time, and as little memory
-    as any legal states. No plan of this shape is faster. least_bytes: a cache of this memory, which
-    is filled here."""
+    """Return a shape with the activation plan and the seconds that it would have if model states
+    took no time, and only the memory of the smallest legal states. No plan of this shape is faster.
+    least_bytes: a cache of that memory, which is filled here."""
     shape = replace(shape, os_place="gpu")
     several = shape.micro_batches > 1
     key = shape.tp, shape.pp, shape.pp_chunks, several, shape.chunks > 1
@@ -1144,8 +1162,8 @@ def worst_ratio(plan, hardware):
 
 def fit(c, plan, hardware, saved=None):
     """Return the plan with its activation plan, its bytes and its seconds, which are infinite if it
-    does not fit. saved: for best_case, the bytes that other states would save; the seconds are then
-    without states."""
+    does not fit. saved: only from best_case, the GPU bytes that the smallest legal states would
+    save. They are subtracted, and the seconds are then without states."""
     est, n = hardware.est, plan.virtual_stage_layers
     lost = 0.0
     if plan.recompute == "auto":  # at first, layers keep their inputs only
@@ -1158,8 +1176,8 @@ def fit(c, plan, hardware, saved=None):
         plan.memory["other states save"] = -saved
 
     if plan.recompute == "auto" and c.recompute == "auto":
-        # one micro-batch through the largest virtual stage is planned, and the stage that has the
-        # least memory for it counts: several of them are in flight there
+        # The activation plan is for one micro-batch through one virtual stage. At most `passes` of
+        # these hold their activations at the same time, in the first stage, and share the room
         passes = plan.layers_in_flight / n
         room = hardware.gpu_budget - plan.gpu_bytes + plan.memory["activations"]
         host_room = hardware.host_budget - plan.host.get("optimizer", 0)
@@ -1190,7 +1208,7 @@ def fit(c, plan, hardware, saved=None):
 # A scheduler gives N nodes under some leaf switches, in any order. Which order sends the fewest
 # bytes across the spine that connects the leaves (AMSP, section V-D)? Bytes are counted as rings
 # send them. The k ranks of a group stand in order, each sends to the next one, and the last one to
-# the first. With S bytes per rank of the group's whole tensor:
+# the first. S is the bytes of the whole tensor that the group gathers or reduces:
 #
 #     spine bytes = sum over groups, over ranks r whose next rank is under another leaf, of sent
 #     sent        = S * (k - 1)/k    all-gather, reduce-scatter, broadcast
@@ -1198,7 +1216,8 @@ def fit(c, plan, hardware, saved=None):
 #                                    an all-to-all is k - 1 rings, one to each other rank
 #
 # If the nodes of a group stand in order under n > 1 leaves, n edges of the ring cross the spine.
-# Example with 2 ranks per node and M micro-batches:
+# Example with 2 ranks per node and M micro-batches. S is the bytes of all parameters. Each leaf a
+# or b has two nodes, and place i is the i-th node in the order of ranks:
 #
 #     place                 0    1    2    3
 #     ranks                 0 1  2 3  4 5  6 7    edges that cross the spine, bytes on each edge:
@@ -1209,20 +1228,20 @@ def fit(c, plan, hardware, saved=None):
 #
 # The best order is a partition of a graph into parts of given sizes, which is NP-hard to find. The
 # search begins with the nodes sorted by leaf, the largest leaf first, rotated by 0 to 31 places. It
-# swaps two nodes as long as that saves bytes. A test finds the best order in this way for every p,
-# g, os and sp on up to 8 nodes. Left out: trees and NVLink SHARP, whose edges lie elsewhere, and
-# several levels of spines.
+# swaps two nodes as long as that saves bytes. In a test on up to 8 nodes, this finds the best order
+# for every p, g and os, each with a random sp. Left out: trees and NVLink SHARP, whose edges lie
+# elsewhere, and several levels of spines.
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """The bytes of a communication of all ranks. In every block of `block` neighbours, each rank
-    sends to the rank `stride` further in the block, and the last ones to the first."""
+    """The bytes that ranks send in one kind of communication. In every block of `block` neighbours,
+    each rank sends to the rank `stride` further in the block, and the last ones to the first."""
 
     kind: str  # one of shard.STREAMS, "all_to_all", or "ring" of attention
     block: int  # ranks
     stride: int  # ranks
-    sent: float  # bytes per step and rank
+    sent: float  # bytes that each rank sends per step
 
 
 def plan_traffic(plan):
@@ -1234,14 +1253,17 @@ def plan_traffic(plan):
         nbytes = param_count(model) * e * (1 / inner - 1 / ranks)  # of all shards together
         times = earlier * (micro_batches - 1) + last
         if kind == "param_gather" or op == "all_reduce":
-            times *= 2  # in forward and backward; a reduction and a gather
+            times *= (
+                2  # gathers run in forward and in backward. An all_reduce reduces, then gathers
+            )
         yield Traffic(kind, ranks, inner, times * nbytes)
 
     q, kv = plan.q_kv_widths
     tokens = plan.tokens * model.layers * micro_batches
-    # forward exchanges q, o and k, v; backward q, o, do, dq and k, v, dk, dv
+    # forward exchanges q, o and k, v; backward q, o, do, dq and k, v, dk, dv. kv is the width of k
+    # and v together
     exchanged = (6 * q + 3 * kv) * e * tokens
-    # around a ring: k, v in forward and backward; the sums of dk, dv
+    # around a ring travel k and v, in forward and in backward, and the sums of dk and dv
     around = kv * (2 * e + plan.ring_sum_bytes) * tokens
     around *= (plan.ring - 1) * plan.head_groups / plan.kv_groups
     for distance in range(1, head_ranks):
@@ -1252,8 +1274,9 @@ def plan_traffic(plan):
 def swap_nodes(order, leaf, traffic):
     """Improve an order by the best swap of two nodes, until no swap saves bytes, and return it.
 
-    traffic: (places, places), the bytes that place i sends to place j. With D[i, j], the bytes
-    between place i and all places under the leaf of place j, a swap of i and j saves
+    leaf: the leaf of each node. traffic: (places, places), the bytes that place i sends to place j,
+    where place i is the i-th node of the order. With D[i, j], the bytes between place i and all
+    places under the leaf of place j, a swap of i and j saves
 
         D[i, j] - D[i, i] + D[j, i] - D[j, j] - 2 * (bytes between i and j, which still cross)
     """
@@ -1589,7 +1612,7 @@ def describe_choices(c, plans, best):
 
 def describe_limits(c, hardware, best):
     """Return a line that says what binds the best plan: how much shorter its step would be if one
-    limit were lifted, and layers kept what then fits. A rate is lifted by a factor of 1000."""
+    limit were lifted, with a new activation plan. A rate is lifted by a factor of 1000."""
     rates = {
         "FLOP/s": "flops",
         "copies to the host": "host",
@@ -1725,8 +1748,8 @@ def changes_that_fit(asked, hardware):
             text = f"{flag_name(name)} {in_size(value)} instead of {in_size(now)}"
             changes[text] = abs(math.log(value / max(1, now)))
 
-    # flags that were set by hand, as auto; and smaller batches, because a single micro-batch keeps
-    # no sums in float32
+    # Set one flag back to auto, or take a smaller batch. (A step of one micro-batch needs no sums
+    # of gradients in float32.)
     smaller = [("batch", n, abs(math.log(n / batch))) for n in divisors(ranks) if n < batch]
     as_auto = [(name, None, 0.0) for name in ("micro_batch", "head_groups", "chunk")]
     modes = [("tp_mode", mode, 0.0) for mode in ("mtp", "fsp")] if asked.tp != 1 else []
