@@ -163,8 +163,8 @@ def plan_runs(bench: Bench, cfg: Config, gpu: float | None = None) -> list[Run]:
     cfg = replace(cfg, document_token=-1, dtype="bf16" if bench.gpu else "fp32")
     cfg, model, *_ = train.choose_model(cfg, bench.device, None)
     kernel = all_or_none(pick_kernel, cfg.attention, bench.device, bench.dtype)
-    plans, there = train.choose_plans(cfg, model, bench.device, kernel, gpu)
-    return [Run(cfg, bench.rank, bench.device, kernel, plan, there) for plan in plans]
+    plans, cluster = train.choose_plans(cfg, model, bench.device, kernel, gpu)
+    return [Run(cfg, bench.rank, bench.device, kernel, plan, cluster) for plan in plans]
 
 
 @functools.cache
