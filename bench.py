@@ -531,7 +531,7 @@ def kernels_alone(run: Run) -> tuple[Callable, Callable]:
     plan = run.plan
     cfg = plan.local_model
     random = functools.partial(torch.randn, device=run.device, dtype=plan.dtype)
-    parts = -(-plan.tokens // 2**14)
+    parts = costs.ceil_div(plan.tokens, 2**14)
     tokens = plan.tokens // parts
     *layer, head = (
         (random(tokens, cols), random(tokens, rows), random(rows, cols))
