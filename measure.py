@@ -70,9 +70,7 @@ class Machine:
     count. All methods are collectives: every rank calls them in the same order."""
 
     # what is measured on GPUs; a CPU gets smaller shapes
-    seconds = (
-        0.4  # of work per point. A GPU's clock rate falls in this time, as it does in training
-    )
+    seconds = 0.4  # of work per point: so long that a GPU's clock rate falls, as in training
     tokens = (2048, 4096, 16384)
     widths = (2048, 4096, 8192)
     seqs = (1024, 4096, 16384, 65536, 262144)  # tokens of a sequence, for attention
