@@ -18,6 +18,8 @@ Legend:
     m layers per group. Only a group's first layer saves its input x
     x a layer's input, o attention's output, h = x + the output projection of o
     y the layer's output, dx the gradient of x, and so on
+    pre and post: the parts of a layer before and after attention. They run whole, or in chunks of
+    the tokens (token chunks); attention always runs on all tokens
     mesh of a group of ranks: (GPUs in each node, nodes)
 
 In code, n is the number of layers where `plan` is an ActivationPlan, and N where it is a Plan.
@@ -41,7 +43,7 @@ swap S_others.
     whole gradients     the same                                                       1.24
     activations         14 x (S_input + S_attn) = 14.11, 13 x S_others = 60.94,       86.44
                         and two rounding buffers of all three = 2 x 5.70
-                        (GPU buffers through which swapped layers are copied)
+                        (backward reads swapped layers from these buffers)
     working             largest moment, backward of a chunk's products: dy, dx and     8.03
                         do 1.50, gate|up's gradient 2.69, SwiGLU and its gradient
                         2.69, all-to-all buffers 0.81 and 0.31, cos and sin 0.03
@@ -125,8 +127,8 @@ class Plan:
     def local_model(self) -> ModelConfig:
         """Return a model whose layers have the sizes that one tensor-parallel rank holds.
 
-        These are H/tp query heads, K/tp key/value heads and F/tp features. After that, the counts
-        need not know about tensor parallelism: they treat the local model as any other model.
+        These are H/tp query heads, K/tp key/value heads and F/tp features. Most counts then
+        treat the local model as any other model.
         """
         cfg, tp = self.model, self.tp
         return replace(
@@ -390,7 +392,7 @@ def layer_params(model_class: type, block_class: type, cfg: ModelConfig) -> list
 
 
 class TensorSize(NamedTuple):
-    """A row of a table of tensors: `copies` tensors of shape (rows, columns)."""
+    """A row of a table of tensors, for `copies` tensors of shape (rows, columns)."""
 
     name: str
     rows: float
@@ -408,7 +410,8 @@ def total_bytes(tensors: Iterable[TensorSize]) -> float:
 
 
 class ElementwiseKernel(NamedTuple):
-    """A kernel that reads or writes each element of its tensors once, by the tensors' names."""
+    """A kernel that reads each element of some tensors once, and writes each of some others once.
+    The fields have the tensors' names."""
 
     name: str
     reads: tuple[str, ...]
@@ -473,7 +476,8 @@ def swapped_inputs_and_outputs(plan):
 def resident_bytes(plan: ActivationPlan, layer: LayerBytes) -> float:
     """Return the most GPU bytes that skeletal activations take at any moment of a step.
 
-    layer: from skeletal_bytes. "Inputs" are layers' x; "outputs" are o with its log-sum-exp.
+    layer: from skeletal_bytes. "Inputs" are layers' x; "outputs" are o with its log-sum-exp. A
+    layer "drops" o if it runs attention again in backward instead of saving o.
 
     The two rounding buffers are there all the time. The rest is the larger one of forward's and
     backward's needs. While swapped layers run forward, the GPU holds x and o of the two layers
@@ -550,7 +554,8 @@ def all_to_all_buffer_bytes(plan: Plan) -> float:
 def receive_buffers(plan: Plan) -> list[TensorSize]:
     """Return the buffers in which all-to-alls receive (attention.Ulysses).
 
-    Inputs have one set of buffers for each of two head groups, and gradients have one set.
+    The inputs of attention (q, k, v, and in backward o and do) have buffers for two head groups,
+    because one group arrives while the kernel reads the other. Gradients have buffers for one.
     """
     if plan.head_ranks == 1:
         return []
@@ -1271,7 +1276,11 @@ def update_bytes(dtype: torch.dtype) -> int:
 
 def streaming_seconds(est: Estimator, plan: Plan) -> float:
     """Return the seconds of a layer's forward in which optimizer states stream from the host to the
-    GPU and back. The step's stream is spread evenly over all layers' forwards."""
+    GPU and back.
+
+    This is the mean over all layers and micro-batches of a step. In fact the states stream at the
+    beginning of the step, under the first forward (traffic_seconds).
+    """
     if plan.os_place != "host":
         return 0.0
     moved = state_bytes(plan)["optimizer"]
