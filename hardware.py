@@ -6,9 +6,9 @@ as "8x4". costs.py divides the size of an operation by its rate in a profile:
     seconds(operation, size, mesh) = size / rate(operation, size, mesh)
 
 A profile has rates at a few measured sizes, which are called points. Between points a rate is
-interpolated. Before the first point and after the last one it stays constant. For collectives, AMSP
-(section IV) interpolates for this reason: NCCL changes its algorithm with the size, so a model
-latency + bytes / bandwidth (alpha-beta) does not fit.
+interpolated. Before the first point and after the last one it stays constant. As in
+AMSP (section IV), collectives have measured bandwidths by size. The model latency + bytes /
+bandwidth (alpha-beta) does not fit them, because NCCL changes its algorithm with the size.
 
 Example: profile h200x2 has the forward of FlashAttention-4 at 614 TFLOP/s on 16,384 tokens
 and at 635 on 65,536. On 32,768 tokens the rate is their mean, 625, because log 32,768 is half-way
