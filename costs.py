@@ -1,10 +1,12 @@
 """Count what a plan costs: the bytes that a rank needs, and the seconds of a training step.
 
-The planner compares plans by these two counts (`predict`). No number is fitted to whole steps.
+The planner compares plans by these two counts (`predict`). No number is fitted to whole steps. But
+two choices of what to count were checked on measured steps; comments say so where they act.
 
-Bytes. Model states and saved activations last from one moment of a step to the next. They are
-counted term by term, as shard.py and offload.py allocate them. `working` is what a step needs in
-addition at its largest moment: `working_moments` lists the tensors alive at three moments.
+Bytes. Model states, their buffers and the skeletal activations (Memo's name for the tensors that
+forward saves for backward) stay allocated between operations. They are counted term by term, as
+shard.py and offload.py allocate them. The term `working` is all the rest, at the moment of a step
+when it is largest: `working_moments` lists the tensors alive at three moments.
 
 Legend:
 
@@ -12,19 +14,26 @@ Legend:
     C width, F feed-forward width           H query heads, K key/value heads
     V vocabulary                            P parameters of a rank before they are sharded
     p, g, os sharding factors (AMSP)        e bytes per element, tp tensor-parallel ranks
-    n layers of a virtual stage, of which the last k are resident (as in offload.py)
-    m layers per group: only its first layer saves x        X layers that drop o
-    mesh: (GPUs in a node, nodes) of a group of ranks
+    n layers of a virtual stage. The last k are resident: they copy nothing to the host
+    m layers per group. Only a group's first layer saves its input x
+    x a layer's input, o attention's output, h = x + the output projection of o
+    y the layer's output, dx the gradient of x, and so on
+    pre and post: the parts of a layer before and after attention. They run whole, or in chunks of
+    the tokens (token chunks); attention always runs on all tokens
+    mesh of a group of ranks: (GPUs in each node, nodes)
+
+In code, n is the number of layers where `plan` is an ActivationPlan, and N where it is a Plan.
 
 Example: 7B (P = 6.74e9 parameters) with one sequence of 256K tokens on four H200s,
 
     python planner.py --model 7b --ranks 4 --seq 256K --batch 1 --cluster h200x8 --host-memory 400G
 
 The planner shards with p,g,os = 2,4,4. The 4 ranks share the sequence, so each has N = 64K tokens,
-which run in one token chunk per layer. The last 14 of 32 layers are resident on the GPU, and 13 of
-them keep everything; one recomputes S_others. The first 18 are swapped to the host, 17 of them with
-S_others. Per layer S_input (x) takes 0.50 GiB, S_attn (o and its log-sum-exp) 0.51, and S_others
-(all other skeletal activations) 4.69.
+which run in one token chunk per layer. The skeletal activations of a layer have three parts:
+S_input (x, 0.50 GiB), S_attn (o and its log-sum-exp, 0.51 GiB) and S_others (the rest, 4.69 GiB).
+The last 14 of 32 layers are resident on the GPU. 13 of them keep all three parts, and one
+recomputes its S_others. The first 18 layers swap S_input and S_attn to the host; 17 of them also
+swap S_others.
 
     term                formula                                                         GiB
     parameters          2 P / p bytes, bf16                                            6.28
@@ -34,6 +43,7 @@ S_others. Per layer S_input (x) takes 0.50 GiB, S_attn (o and its log-sum-exp) 0
     whole gradients     the same                                                       1.24
     activations         14 x (S_input + S_attn) = 14.11, 13 x S_others = 60.94,       86.44
                         and two rounding buffers of all three = 2 x 5.70
+                        (backward reads swapped layers from these buffers)
     working             largest moment, backward of a chunk's products: dy, dx and     8.03
                         do 1.50, gate|up's gradient 2.69, SwiGLU and its gradient
                         2.69, all-to-all buffers 0.81 and 0.31, cos and sin 0.03
@@ -46,15 +56,17 @@ Seconds. They are computed in three levels:
     layers       matrix products, attention with its all-to-alls, and              layer_seconds
                  element-wise kernels, by the tensors that they read and write
     step         forward and backward passes. Communication that overlaps with     step_seconds
-                 a pass slows it down, and what the pass cannot hide is exposed
+                 a pass slows the pass down. Communication that the pass cannot
+                 hide is exposed: it makes the step longer
 
-In a pipeline the stages differ. We count the bytes of a stage that has the most of everything: as
-many micro-batches in flight as the first stage, layers and logits as the last. The seconds are
-those of the last stage, which has the most layers, plus the time in which it is idle.
+In a pipeline the stages differ. We count the bytes of an imaginary stage, which has the most of
+everything: the micro-batches in flight of the first stage, and the layers and logits of the last
+stage. The seconds are those of the last stage, which has the most layers, plus its idle time.
 
-Left out: ranks that wait for a slower one, the first step's compilation, sums of a few numbers
-(0.1 % of the shortest steps), the embedding and the last norm, and gathers of weights that the host
-still updates. A pipeline is timed as if a micro-batch ran through all layers of a stage at once.
+Left out: ranks that wait for a slower one, the first step's compilation, reductions of a few
+numbers such as the loss (0.1 % of the shortest steps), the embedding's forward, the last norm, and
+waits for weights that the host is still updating. A pipeline is timed as if a micro-batch ran
+through all layers of a stage at once.
 
 If you change model.Block, its matrices and what it saves are counted without an edit here. Its
 element-wise kernels are rows of the tables above `layer_tensors`: add yours there.
@@ -91,18 +103,18 @@ class Plan:
     per_node: int  # ranks per node
     seq: int  # tokens of a sequence
     sp: int = 1  # ranks of a sequence-parallel group, which share a sequence
-    ring: int = 1  # ranks of a ring, which pass k and v on; sp / ring ranks share heads
+    ring: int = 1  # ranks of a ring, which pass k and v on; sp / ring ranks split the heads
     batch: int = 1  # sequences per step, over all ranks
     micro_batch: int = 1  # sequences that a sequence-parallel group runs at once
     head_groups: int = 1  # parts of the heads, which attention runs one after the other
-    recompute: str = "none"  # auto: layers run in token chunks; none: layers run whole
+    recompute: str = "none"  # auto: layers run in token chunks. none: each layer runs whole
     chunk: int = 0  # the most tokens of a token chunk
     factors: Factors = Factors()
     os_layout: str = "intra"  # intra: each matrix is cut; inter: each matrix has one owner
     os_place: str = "gpu"  # where optimizer states lie: gpu, or host
     optimizer: str = "adamw"  # a row of optim.OPTIMIZERS, for matrices
     overlap: tuple[str, ...] = STREAMS  # the streams that run concurrently with computation
-    activations: ActivationPlan | None = None  # None: layers keep all skeletal activations
+    activations: ActivationPlan | None = None  # None: layers keep all skeletal activations on GPU
     memory: dict[str, float] = field(default_factory=dict)  # bytes of GPU memory, by term
     host: dict[str, float] = field(default_factory=dict)  # bytes of host memory per rank, by term
     seconds: dict[str, float] | None = None  # seconds of a step, by what takes them
@@ -115,8 +127,8 @@ class Plan:
     def local_model(self) -> ModelConfig:
         """Return a model whose layers have the sizes that one tensor-parallel rank holds.
 
-        These are H/tp query heads, K/tp key/value heads and F/tp features. The local model is
-        counted as any other model.
+        These are H/tp query heads, K/tp key/value heads and F/tp features. Most counts then
+        treat the local model as any other model.
         """
         cfg, tp = self.model, self.tp
         return replace(
@@ -133,7 +145,8 @@ class Plan:
 
     @property
     def q_kv_widths(self):
-        """Return two widths in elements per token: of q (o is as wide), and of k and v together."""
+        """Return two widths in elements per token: of q (which is also that of o), and of k and v
+        together."""
         cfg = self.local_model
         return cfg.heads * cfg.head_dim, 2 * cfg.kv_heads * cfg.head_dim
 
@@ -144,8 +157,8 @@ class Plan:
 
     @property
     def num_vocab_matrices(self) -> int:
-        """Return how many vocabulary matrices a stage has: embedding and head without a pipeline,
-        one of them at most in a pipeline."""
+        """Return how many vocabulary matrices a stage has. Without a pipeline it has the embedding
+        and the head; in a pipeline it has at most one of them, and we count one."""
         return 2 if self.pp == 1 else 1
 
     @functools.cached_property
@@ -196,7 +209,10 @@ class Plan:
 
     @property
     def tokens_between_products(self) -> int:
-        """Return how many tokens a tensor-parallel rank has between matrix products."""
+        """Return how many tokens a tensor-parallel rank has between matrix products.
+
+        In modes msp and fsp, the ranks share the tokens of the residual stream there.
+        """
         if self.splits_tokens:
             return self.tokens // self.tp
         return self.tokens
@@ -268,10 +284,11 @@ class Plan:
 
     @property
     def layers_in_flight(self) -> int:
-        """Return how many layers wait for their backward at most, over all micro-batches.
+        """Return how many layers at most have run forward but not backward, on one stage.
 
-        The first stage has the most, in Megatron's order of passes. Each virtual stage that has run
-        a micro-batch's forward and not its backward counts with all of its layers.
+        A layer counts once per micro-batch. In Megatron's order of passes, the first stage has the
+        most. `forwards_ahead` is how many forwards of virtual stages it runs before its first
+        backward ends.
         """
         stages, virtual_stages = self.pp, self.pp_chunks
         if virtual_stages == 1:
@@ -290,12 +307,14 @@ class Plan:
 
             stream, operation, ranks, inner, in earlier micro-batches, in the last micro-batch
 
-        Its group takes every inner-th of `ranks` neighbours, and each of them has 1/inner of each
-        matrix. The last two columns say whether the collective runs in these micro-batches.
+        Its group has every inner-th rank of `ranks` neighbours (as in `mesh`). It works on 1/inner
+        of each matrix, the part that its ranks have in common. The last two columns say whether the
+        collective runs in these micro-batches.
         """
         p, g, os = astuple(self.factors)
 
-        # g > p: a rank keeps only the gradients that it updates, so it reduces each micro-batch's
+        # if g > p, a rank keeps only the gradients that it updates with. So gradients are reduced
+        # after each micro-batch, and not only after the last one
         reduces_early = g > p
         reduce_stream = "grad_scatter" if reduces_early else "grad_reduce"
 
@@ -373,7 +392,7 @@ def layer_params(model_class: type, block_class: type, cfg: ModelConfig) -> list
 
 
 class TensorSize(NamedTuple):
-    """A row of a table of tensors: `copies` tensors of shape (rows, columns)."""
+    """A row of a table of tensors, for `copies` tensors of shape (rows, columns)."""
 
     name: str
     rows: float
@@ -391,7 +410,8 @@ def total_bytes(tensors: Iterable[TensorSize]) -> float:
 
 
 class ElementwiseKernel(NamedTuple):
-    """A kernel that reads or writes each element of its tensors once, by the tensors' names."""
+    """A kernel that reads each element of some tensors once, and writes each of some others once.
+    The fields have the tensors' names."""
 
     name: str
     reads: tuple[str, ...]
@@ -419,11 +439,12 @@ def skeletal_bytes(plan: Plan) -> LayerBytes:
 
         S_input     x
         S_attn      o and its log-sum-exp
-        S_others    what else model.Block saves (offload.trace_block tells): q, k, v, h,
-                    gate|up, and 1 / rms of x and of h
+        S_others    all other tensors that model.Block saves: q, k, v, h, gate|up (the result of
+                    the matrix gate_up), and 1 / rms of x and of h
 
-    If H = K and F = 8/3 C, that is 11 1/3 C elements per token, the log-sum-exp and two numbers.
-    Memo counts 16 C elements. The difference is norm(x), norm(h) and SwiGLU, which are recomputed.
+    trace_block finds these others by running a block. If H = K and F = 8/3 C, all three are
+    11 1/3 C elements per token, plus the log-sum-exp and the two values of 1 / rms. Memo counts
+    16 C elements: it also saves norm(x), norm(h) and SwiGLU's result, which are recomputed here.
     """
     cfg, e, tokens = plan.local_model, plan.dtype.itemsize, plan.tokens
     q, kv = plan.q_kv_widths
@@ -434,7 +455,7 @@ def skeletal_bytes(plan: Plan) -> LayerBytes:
     others = tokens * (q + kv) * e + sum(t.nbytes for t in trace.pre + trace.post)
 
     if plan.tp_mode == "fsp":  # a rank saves x and h of its own tokens only
-        # so it does 1 / rms, but its 8 bytes per token are counted for all tokens
+        # 1 / rms is also saved for its own tokens only. We count it for all tokens: 8 bytes each
         on_other_ranks = x - x / plan.tp  # bytes of x, and as many of h
         return x - on_other_ranks, attn, others - on_other_ranks
     return x, attn, others
@@ -455,13 +476,16 @@ def swapped_inputs_and_outputs(plan):
 def resident_bytes(plan: ActivationPlan, layer: LayerBytes) -> float:
     """Return the most GPU bytes that skeletal activations take at any moment of a step.
 
-    These are the resident layers' activations, what backward recomputes for a group of layers, and
-    the two rounding buffers. layer: skeletal_bytes.
+    layer: from skeletal_bytes. "Inputs" are layers' x; "outputs" are o with its log-sum-exp. A
+    layer "drops" o if it runs attention again in backward instead of saving o.
 
-    In forward the GPU also holds x and o of the two layers whose copies to the host may still run.
-    In backward the bytes depend on the group of m layers that backward has reached (group_bytes).
-    The largest one is among four groups. To see this, compare the groups from the first to the
-    last. The resident layers up to a group only grow in number. A group recomputes m - 1 inputs,
+    The two rounding buffers are there all the time. The rest is the larger one of forward's and
+    backward's needs. While swapped layers run forward, the GPU holds x and o of the two layers
+    whose copies to the host may still run. In backward, the GPU holds the resident layers'
+    activations and what it recomputes for a group of m layers (group_bytes).
+
+    Which group needs the most bytes? It is one of four. Go through the groups from the first to the
+    last. The number of resident layers up to a group only grows. A group recomputes m - 1 inputs,
     and one output for each of its layers that drops o. So there are three kinds of groups:
 
         all layers drop o       m outputs are recomputed: the last such group is the largest
@@ -491,7 +515,7 @@ def resident_bytes(plan: ActivationPlan, layer: LayerBytes) -> float:
 
 def group_bytes(plan: ActivationPlan, layer: LayerBytes, group) -> float:
     """Return the GPU bytes of resident and of recomputed activations when backward has reached a
-    group of m layers. The activations of later layers are free by then."""
+    group of m layers. The activations of later layers are already freed."""
     x, attn, others = layer
     n, m = plan.layers, plan.stride
     swapped, dropping = plan.swapped_layers, plan.layers_recomputing_attention
@@ -505,8 +529,9 @@ def group_bytes(plan: ActivationPlan, layer: LayerBytes, group) -> float:
 
     inputs = resident_inputs + recomputed_inputs
     outputs = resident_outputs + recomputed_outputs
-    # the last layers keep chunks, and the last group has all of them. Earlier groups may count none:
-    # with m = 1 the last group needs most anyway, and with m > 1 no chunk is kept
+    # kept chunks (S_others) count for the very last group only, when none of them is freed yet.
+    # Earlier groups may count none: with m = 1 the last group needs most anyway, and with m > 1 no
+    # chunk is kept
     kept = np.where(end == n, plan.kept_chunks * others / plan.chunks, 0.0)
     return inputs * x + outputs * attn + kept
 
@@ -529,7 +554,8 @@ def all_to_all_buffer_bytes(plan: Plan) -> float:
 def receive_buffers(plan: Plan) -> list[TensorSize]:
     """Return the buffers in which all-to-alls receive (attention.Ulysses).
 
-    Inputs have one set of buffers for each of two head groups, and gradients have one set.
+    The inputs of attention (q, k, v, and in backward o and do) have buffers for two head groups,
+    because one group arrives while the kernel reads the other. Gradients have buffers for one.
     """
     if plan.head_ranks == 1:
         return []
@@ -612,9 +638,9 @@ def attention_backward_tensors(plan) -> list[TensorSize]:
     if not in_place:
         tensors.append(TensorSize("dq, dk and dv", n, q + kv, dtype))
 
-    # with several head groups or all-to-alls, a group's inputs and gradients are not views of whole
-    # tensors. With all-to-alls we count two groups, each sent and received. That is an upper bound,
-    # and the memory that GPUs needed was within 1 % of it
+    # with several head groups or all-to-alls, a group's inputs and gradients are copies, not views
+    # of whole tensors. With all-to-alls we count two groups, each with a copy to send and one
+    # received. That is an upper bound; GPUs needed within 1 % of the bytes so counted
     copies = 2 * min(2, groups) if plan.head_ranks > 1 else 1
     if not one_call:
         tensors += [
@@ -622,7 +648,7 @@ def attention_backward_tensors(plan) -> list[TensorSize]:
             TensorSize("k, v, dk, dv of a head group", n, 2 * kv / groups, dtype, copies),
         ]
 
-    # the kernel's own sums. Those of one group are still alive when the next group begins
+    # the kernel's own float32 buffers. Those of a group are alive when the next group begins
     copies = min(2, groups)
     tensors += [
         TensorSize("the kernel's dq", n, q / groups, wide, copies),
@@ -654,8 +680,11 @@ def ring_backward_tensors(plan) -> list[TensorSize]:
 
 
 def product_backward_tensors(plan) -> list[TensorSize]:
-    """Return what the backward of a chunk's largest product, down, allocates in addition to
-    layer_backward_tensors. Meanwhile the first head group's inputs are exchanged."""
+    """Return what backward allocates for the product of a chunk with the matrix `down`.
+
+    This is the product that needs most. The tensors are in addition to layer_backward_tensors. At
+    the same time an all-to-all sends the first head group's inputs, so they are counted, too.
+    """
     cfg, n, dtype = plan.local_model, plan.tokens, plan.dtype
     q, kv = plan.q_kv_widths
     groups = plan.head_groups
@@ -705,10 +734,10 @@ def largest_matrix(plan):
 
 
 def imbalance(plan):
-    """Return how many times the mean the largest owner of optimizer states holds.
+    """Return the largest share of optimizer states that a rank owns, divided by the mean share.
 
-    In layout inter whole matrices have owners. Their loads are nearly equal, unless one matrix is
-    larger than the mean load.
+    In layout inter each matrix has one owner. The owners hold nearly equal numbers of parameters,
+    unless one matrix is larger than the mean.
     """
     if plan.os_layout == "intra":
         return 1.0
@@ -743,8 +772,8 @@ def weight_buffer_bytes(plan: Plan) -> dict[str, float]:
     if f.p > 1:
         weights = (layer_elements + vocab_elements) * e
 
-    # gradients of chunks are summed in accum_dtype. A rank that keeps whole gradients (g = 1) over
-    # several micro-batches sums into them, and otherwise into a buffer
+    # gradients of chunks are summed in accum_dtype. If a rank keeps whole gradients (g = 1) over
+    # several micro-batches, it sums into these. Otherwise it sums into a buffer
     sums_in_buffer = plan.chunks > 1 and plan.micro_batches == 1
     grad_bytes = plan.accum_bytes if plan.chunks > 1 else e
     gradients = 0
@@ -788,9 +817,8 @@ def with_bytes(plan: Plan) -> Plan:
     else:
         memory["activations"] = plan.layers_in_flight * sum(layer)
 
-    memory["messages"] = 4 * message_bytes(
-        plan
-    )  # one sent and one received, in forward and in backward
+    # one message sent and one received, in forward and in backward
+    memory["messages"] = 4 * message_bytes(plan)
     memory["working"] = working_bytes(plan)
     return replace(plan, memory=memory, host=host)
 
@@ -808,8 +836,9 @@ def message_bytes(plan):
 class Estimator:
     """Predict the seconds of single operations from a hardware profile.
 
-    kernel: the attention kernel. processor: the host's processor, which launches kernels. If the
-    profile has no rates of theirs, it uses others (hardware.nearest_kernel, nearest_host).
+    kernel: the attention kernel. processor: the name of the host's processor, which launches
+    kernels. If the profile does not have them, the nearest ones are used (hardware.nearest_kernel,
+    nearest_host).
     """
 
     def __init__(self, profile: Profile, kernel: str = "auto", processor: str = ""):
@@ -823,8 +852,8 @@ class Estimator:
     def products(self, kinds, tokens, rows, cols):
         """Return the seconds of products between (tokens, cols) and a matrix (rows, cols).
 
-        kinds: of hardware.PRODUCTS. The profile has square matrices: the rate is that of a square
-        matrix with as many elements.
+        kinds: some of hardware.PRODUCTS. The profile has rates of square matrices only, so we take
+        the rate of a square matrix with as many elements.
         """
         flops = 2 * tokens * rows * cols
         width = math.sqrt(rows * cols)
@@ -848,10 +877,12 @@ class Estimator:
         """Return the seconds of a collective: t = bytes / bandwidth(op, bytes, mesh) (AMSP,
         section IV). size: bytes, as in measure.Machine.collective_rates.
 
-        The profile has tables for some meshes. Those on one node predict meshes on one node, and
-        those on several nodes predict meshes on several nodes, as far as the profile has both.
-        Among them the nearest number of GPUs per node is taken. Between its numbers of nodes the
-        bandwidth is interpolated, and outside of them it is that of the nearest one.
+        The profile has tables for some meshes only. For another mesh, three rules apply in turn:
+
+            1. if the profile has both, use tables of one node for a mesh on one node, and tables of
+               several nodes for a mesh on several nodes
+            2. of these, use the tables with the nearest number of GPUs per node
+            3. between their numbers of nodes, interpolate; beyond them, use the nearest table
         """
         if mesh == (1, 1) or not size:
             return 0.0
@@ -876,15 +907,16 @@ def exposed_and_slowed(compute, communication, factors):
     """Return the seconds of communication that computation does not hide, and the seconds by which
     computation gets longer.
 
-    factors: two numbers, by which computation and communication take longer while both run
-    (Galvatron's two coefficients). So hiding is not free.
+    factors: two numbers, by which computation and communication take longer while both run, as in
+    Galvatron. So hiding is not free.
 
     Example: 10 s of computation, 4 s of communication, factors 1.1 and 1.5. While the communication
     runs, for 4 x 1.5 = 6 s, computation does what takes 6 / 1.1 = 5.45 s without it. So it gets
     longer by 0.55 s, and nothing is exposed.
     """
     slow_compute, slow_communication = factors
-    most = compute * slow_compute / slow_communication  # in seconds of communication by itself
+    # the most communication that can be hidden, in the seconds that it takes by itself
+    most = compute * slow_compute / slow_communication
     hidden = min(communication, most)
     both_run = hidden * slow_communication
     return communication - hidden, both_run * (1 - 1 / slow_compute)
@@ -899,7 +931,7 @@ class LayerSeconds:
 
     forward: float
     backward: float
-    last_matrix: float  # of backward: from its begin to the gradients of the last matrix, down
+    last_matrix: float  # of backward: its first part, up to the gradients of the matrix `down`
     attention: float  # of forward: attention and its all-to-alls
     post: float  # of forward: from attention's output to the next layer's input
     recompute: float  # of backward, if the activations of all tokens are recomputed
@@ -909,11 +941,10 @@ class LayerSeconds:
 # The element-wise kernels of model.Block, as ops.py runs them. layer_tensors names the tensors: n1
 # and n2 are the norms of x and h; o_out and a_down are the results of the matrices out and down.
 #
-# Sums of the residual stream are counted as if they were fused with the norm next to them. PyTorch
-# runs each sum in a kernel of its own, which moves up to 5 C elements more per token. The profile's
-# `memory` is the rate at which this count takes as long as a measured layer (measure.py). So the
-# time of these kernels is in that rate. Counting them as well did not improve the predictions of
-# measured steps.
+# Residual sums (x + ...) are counted as if they were fused with the norm next to them. PyTorch runs
+# each sum as a kernel of its own, which moves up to 5 C elements more per token. This time is not
+# lost: measure.py chooses the rate `memory` such that this count gives the seconds of a measured
+# layer. Counting the sums separately did not improve the predictions of measured steps.
 
 PRE = [
     elementwise("norm", "x", "n1"),
@@ -948,9 +979,9 @@ def layer_tensors(plan: Plan) -> dict[str, float]:
     cfg, n = plan.local_model, plan.tokens
     q, kv = plan.q_kv_widths
     own = n
-    if plan.tp_mode == "fsp":  # a rank works on its own tokens between products
+    if plan.tp_mode == "fsp":  # norms and residual sums run on the rank's own tokens
         own = plan.tokens_between_products
-    # so does msp, but its norms see all tokens. Sums next to norms are counted like the norms
+    # in msp only the sums do: its norms run on all tokens. We count all tokens for both
     table = (
         ("x h y o_out a_down dx dh dy", own, cfg.dim),
         ("n1 n2 dn1 dn2", own, cfg.dim),
@@ -1007,7 +1038,7 @@ def layer_seconds(est: Estimator, plan: Plan) -> LayerSeconds:
             for matrix in plan.matrices
         ]
 
-    # a weight's gradient that is a sum of several products is accumulated in float32
+    # if a weight's gradient is the sum of several products, it is accumulated in float32
     sums_chunks = plan.chunks > 1
     sums_micro_batches = plan.micro_batches > 1 and plan.factors.g == 1
     if sums_chunks or sums_micro_batches:
@@ -1027,8 +1058,8 @@ def layer_seconds(est: Estimator, plan: Plan) -> LayerSeconds:
     last_matrix = last + moved.backward_down
     rest = sum(earlier) + moved.backward_rest
 
-    # a recomputed block.post runs neither the last product nor the exchange that follows it. It
-    # does not run SwiGLU either, but we count SwiGLU: predictions of measured steps are better then
+    # recomputing block.post runs neither the last product, nor the exchange that follows it, nor
+    # SwiGLU. We count SwiGLU nevertheless, because this predicts measured steps better
     recomputed_post = sum(later[:-1]) + moved.post + tp_forward / 2
     return LayerSeconds(
         forward=pre + kernel + exchange + post,
@@ -1064,7 +1095,7 @@ def tp_exchange_seconds(est, plan):
 
     gathers = 2 * est.collective("all_gather", size, mesh)
     both = gathers + 2 * est.collective("reduce_scatter", size, mesh)
-    if plan.tp_mode == "fsp":  # backward gathers the norms again
+    if plan.tp_mode == "fsp":  # backward gathers norm(x) and norm(h) again
         return both, both + gathers
     return both, both
 
@@ -1120,11 +1151,12 @@ def ring_bytes(plan, backward):
 def attention_seconds(est, plan, backward):
     """Return (kernel, communication), the seconds of attention in forward or in backward.
 
-    kernel: of the attention kernel and the copies made for it. communication: by how much
-    all-to-alls and the ring make attention longer.
+    kernel: seconds of the attention kernel and of the copies made for it. communication: seconds by
+    which all-to-alls and the ring make attention longer.
 
-    The kernel hides the all-to-alls of other head groups and the ring's next step. The first
-    group's transfer to heads and the last group's transfer to tokens are exposed. There is one
+    An all-to-all "to heads" gives a rank all tokens of some heads, and one "to tokens" goes back.
+    While the kernel runs, it hides the all-to-alls of other head groups, and the ring's next step.
+    The first group's all-to-all to heads and the last group's to tokens are exposed. There is one
     exception: if layers run in chunks, matrix products hide these two in backward
     (attention.Ulysses).
     """
@@ -1163,7 +1195,7 @@ def attention_seconds(est, plan, backward):
     if backward:  # dk and dv are passed on, too
         ring_exchange *= 1 + plan.ring_sum_bytes / e
 
-    # a ring takes multiprocessors; all-to-alls in a node take only copy engines
+    # a ring's exchanges run on the GPU's multiprocessors. All-to-alls use only its copy engines
     factors = est.profile.overlap["collectives" if plan.ring > 1 else "all_to_all"]
     hideable = groups * exchange - exposed_exchange + ring_exchange
     exposed, slowed = exposed_and_slowed(kernel, hideable, factors)
@@ -1210,7 +1242,8 @@ def head_seconds(est, plan):
 
 
 class UnitSeconds(NamedTuple):
-    """Seconds of communication for some matrices if nothing runs meanwhile, by shard.STREAMS."""
+    """Seconds of communication for some matrices, while nothing else runs. One field per stream of
+    shard.STREAMS, and one for earlier micro-batches."""
 
     param_gather: float  # of a pass
     grad_scatter: float  # of the last micro-batch
@@ -1243,7 +1276,11 @@ def update_bytes(dtype: torch.dtype) -> int:
 
 def streaming_seconds(est: Estimator, plan: Plan) -> float:
     """Return the seconds of a layer's forward in which optimizer states stream from the host to the
-    GPU and back. The step's stream is spread evenly over all layers' forwards."""
+    GPU and back.
+
+    This is the mean over all layers and micro-batches of a step. In fact the states stream at the
+    beginning of the step, under the first forward (traffic_seconds).
+    """
     if plan.os_place != "host":
         return 0.0
     moved = state_bytes(plan)["optimizer"]
@@ -1256,8 +1293,9 @@ def exposed_seconds(est, plan, compute, traffic, last_matrix=math.inf):
     compute: seconds of the pass. traffic: seconds of communication by stream. last_matrix: for a
     backward pass, LayerSeconds.last_matrix of all its layers together.
 
-    Streams that do not overlap are exposed in full. The others use two networks at the same time,
-    one inside nodes and one across nodes. The network that delays the pass more counts.
+    Streams that are not in plan.overlap are exposed in full. The other streams use two networks at
+    the same time, one inside nodes and one across nodes. Only the network that delays the pass
+    more counts.
     """
     crosses_nodes = {
         stream for stream, _, ranks, *_ in plan.collectives if ranks > plan.state_ranks_per_node
@@ -1306,8 +1344,8 @@ def traffic_seconds(est, plan, forward, backward, last_matrix):
 
     The passes of a step, and the communication that overlaps with each:
 
-        outside of all passes    weights of one vocabulary matrix and of the first layer, and their
-                                 gradients at the step's end: all exposed
+        outside of all passes    weights, gradients and broadcasts of one vocabulary matrix and of
+                                 one layer: all exposed
         first forward            weights, and broadcasts of updated parameters
         other forwards           weights
         backwards but the last   weights, and gradients to their shards
@@ -1346,7 +1384,7 @@ def traffic_seconds(est, plan, forward, backward, last_matrix):
         "grad_scatter": hidden.grad_scatter,
         "grad_reduce": hidden.grad_reduce,
     }
-    passes = [  # how many; seconds of computation; of communication; of the last matrix
+    passes = [  # (number of passes, seconds of computation, of communication, of the last matrix)
         (1, 0.0, outside_passes, math.inf),
         (1, forward, first_forward, math.inf),
         (count - 1, forward, gathers, math.inf),
@@ -1367,9 +1405,10 @@ def traffic_seconds(est, plan, forward, backward, last_matrix):
     return total
 
 
-# What a rank does to gradients by itself (shard.States). `whole` is a matrix's gradient before it
-# is reduced, `kept` the part that the rank keeps, `sent` a copy of that part in the dtype in which
-# gradients travel, and `owned` the part that the rank updates with.
+# The work on gradients that a rank does without communication (shard.States). `whole` is a matrix's
+# gradient before it is reduced; whole_wide is the same in float32. `kept` is the part that the rank
+# keeps, and `sent` a copy of it in the dtype of messages. `owned` is the part with which the rank
+# updates.
 
 ADD_GRADIENTS = [elementwise("add a micro-batch's gradient to the kept one", "sent kept", "kept")]
 CAST_CHUNKS = [
@@ -1417,11 +1456,12 @@ def local_seconds(est, plan):
 def lost_seconds(
     plan: ActivationPlan, layer: LayerBytes, s: LayerSeconds, bandwidth: float, busy: float
 ) -> tuple[float, float]:
-    """Return the seconds that a micro-batch loses because of its activation plan, for all layers of
-    a virtual stage: in backward by recomputation, and in forward by waits for copies to the host.
+    """Return (recomputation, waits), the seconds that a micro-batch loses because of its activation
+    plan, over all layers of a virtual stage. Backward recomputes; forward waits for copies to the
+    host.
 
-    bandwidth: bytes per second to the host. busy: seconds of a layer's forward in which the link to
-    the host carries other copies.
+    bandwidth: bytes per second to the host. busy: seconds of a layer's forward in which optimizer
+    states occupy the link to the host.
     """
     n, m = plan.layers, plan.stride
     saved_layers = (plan.kept_chunks + plan.swapped_chunks) / plan.chunks
@@ -1429,7 +1469,8 @@ def lost_seconds(
     dropped_outputs = plan.layers_recomputing_attention
     pre = s.forward - s.attention - s.post
 
-    # a dropped output needs q, k and v. The last layer of a group recomputes them anyway
+    # to recompute o, a layer needs q, k and v, so block.pre runs once more than s.recompute counts.
+    # The last layer of a group is the exception: it uses the same q, k and v for its backward
     attention_inputs = dropped_outputs - dropped_outputs // m
     recomputation = (
         (n - saved_layers) * s.recompute
@@ -1474,7 +1515,7 @@ def step_seconds(est: Estimator, plan: Plan, states: bool = True) -> dict[str, f
     seconds = {name: count * layers * value for name, value in per_layer.items()}
     seconds["head and loss"] = count * head_seconds(est, plan)
 
-    # a stage is idle while a micro-batch runs through one virtual stage of each other stage
+    # a stage is idle while a micro-batch runs through one virtual stage of every other stage
     other_layers = plan.model.layers - layers
     seconds["pipeline idle"] = (forward + backward) * other_layers / plan.pp_chunks
 
@@ -1491,13 +1532,13 @@ def step_seconds(est: Estimator, plan: Plan, states: bool = True) -> dict[str, f
 def exposed_messages(plan):
     """Return how many messages between pipeline stages are exposed, over a step.
 
-    One virtual stage per stage: a stage runs a backward as soon as its gradient arrives. So,
-    with S stages, S micro-batches wait together for the 2 (S - 1) messages of one of them, to the
-    last stage and back. The step's begin and end expose 2 (S - 2) more, to and from the stages
-    before the last one.
+    S stages with one virtual stage each: a stage runs a backward as soon as its gradient arrives. A
+    micro-batch takes S - 1 messages to the last stage and S - 1 back. S micro-batches are on their
+    way at the same time, so they wait for these 2 (S - 1) messages only once. The start and the end
+    of a step expose 2 (S - 2) more, to and from the stages before the last one.
 
-    Several virtual stages per stage: only the first micro-batch's messages are exposed. Later a
-    stage has other passes to run meanwhile.
+    Several virtual stages per stage: only the first micro-batch's messages are exposed. Later, a
+    stage has other passes to run while a message travels.
     """
     stages = plan.pp
     if plan.pp_chunks > 1:

@@ -1,27 +1,28 @@
 """Hardware profiles: how fast a machine runs each operation, by shape, bytes and mesh.
 
-costs.py divides the size of an operation by its rate in a profile:
+The mesh of a group of ranks says where its GPUs are: (GPUs in each node, nodes). A file writes it
+as "8x4". costs.py divides the size of an operation by its rate in a profile:
 
     seconds(operation, size, mesh) = size / rate(operation, size, mesh)
 
-A profile has rates at some points. Between points a rate is interpolated, and beyond the first and
-the last point it stays constant (AMSP, section IV: no alpha-beta model follows NCCL's choice of
-algorithms). A mesh is (GPUs in a node, nodes) of a group of ranks, "8x4" in a file.
+A profile has rates at a few measured sizes, which are called points. Between points a rate is
+interpolated. Before the first point and after the last one it stays constant. As in
+AMSP (section IV), collectives have measured bandwidths by size. The model latency + bytes /
+bandwidth (alpha-beta) does not fit them, because NCCL changes its algorithm with the size.
 
 Example: profile h200x2 has the forward of FlashAttention-4 at 614 TFLOP/s on 16,384 tokens
-and at 635 on 65,536. On 32,768 tokens the rate is their mean, 625, because 32,768 is half-way in
-the logarithm.
+and at 635 on 65,536. On 32,768 tokens the rate is their mean, 625, because log 32,768 is half-way
+between log 16,384 and log 65,536.
 
-A Profile is a file, results/profiles/NAME.json. `bench.py --profile NAME` measures one by
+A Profile is a file, results/profiles/NAME.json. `bench.py --profile NAME` measures one with
 measure.py, or someone puts it together from published numbers, each with its source. Nothing in a
 profile is fitted to whole steps, and only `memory` is fitted to a whole layer. `load_profile` finds
-a profile by its name, and `find_profile` by the name of a GPU. For a GPU without a profile, an
-H200's is scaled by the data sheets.
+a profile by its name, and `find_profile` by the name of a GPU. For a GPU without a profile, the
+rates of an H200 are multiplied by ratios of the data sheets.
 
-The rates of attention belong to a kernel, so a profile has a table per kernel that was measured.
-The seconds of launches belong to a host, because a faster processor launches a layer sooner. So a
-profile has them by the name of the processor. Predictions say which kernel and which host they are
-for.
+The rates of attention depend on the kernel, so a profile has one table per attention kernel. The
+seconds that the host takes to launch a layer's kernels depend on the host's processor, so a profile
+has them by the name of the processor. Predictions say which kernel and which host they are for.
 
 Left out: congestion by other users, temperatures, GPUs of one machine that differ.
 """
@@ -53,7 +54,7 @@ Points = list[list[float]]  # each [size, rate] or [tokens, width, rate], in asc
 class Profile:
     """How fast one GPU of a machine runs each operation, and what the machine has.
 
-    Rates are those that last for seconds while all GPUs of the machine work.
+    Rates are sustained rates: a GPU keeps them up for seconds, while all GPUs of the machine work.
     """
 
     name: str
@@ -63,16 +64,18 @@ class Profile:
     host_bytes: float  # memory of a node
     peak_flops: float | None  # dense bf16, by the data sheet. None: unknown, so there is no MFU
     products: dict[str, Points]  # by PRODUCTS: [tokens, width of a square matrix, FLOP/s]
-    # by kernel of attention.KERNELS and by PASSES: [tokens of a sequence, FLOP/s], causal
+    # by kernel of attention.KERNELS and by PASSES: [tokens of a sequence, FLOP/s]. FLOPs are those
+    # of causal attention, half of the full attention matrix
     attention: dict[str, dict[str, Points]]
     memory: float  # bytes/s read and written by element-wise kernels, their launches included
-    optimizer: float  # bytes/s read and written by the update
+    optimizer: float  # bytes/s read and written by the optimizer's update on the GPU
     to_host: float  # bytes/s of copies to the host, while all GPUs of a node copy
     state_streaming: float  # bytes/s each way of optimizer states that stream through the GPU
     launch: dict[str, dict[str, float]]  # by processor and by PASSES: seconds to launch a layer
     collectives: dict[str, dict[str, Points]]  # by operation and mesh "8x4": [bytes, bytes/s]
     # by OVERLAPS: two factors, by which computation and communication take longer while both run.
-    # collectives: next to a layer. all_to_all: next to attention
+    # "collectives": all-gathers and reduce-scatters while layers run. "all_to_all": all-to-alls
+    # while attention runs
     overlap: dict[str, list[float]]
     sources: dict[str, str] = field(default_factory=dict)  # where numbers come from, by field
     about: dict = field(default_factory=dict)  # hardware, versions, commit, command
@@ -86,7 +89,8 @@ def profile_text(profile: Profile) -> str:
 
 
 def indented(value, depth=0) -> str:
-    """Return JSON as json.dumps(value, indent=1) writes it, but lists of numbers on one line."""
+    """Return JSON as json.dumps(value, indent=1) writes it, but with each list of numbers on one
+    line."""
     outer, inner = " " * depth, " " * (depth + 1)
     if isinstance(value, dict) and value:
         items = [f"{json.dumps(key)}: {indented(v, depth + 1)}" for key, v in value.items()]
@@ -121,8 +125,8 @@ def nearest_kernel(profile: Profile, kernel: str = "auto") -> str:
     """Return the kernel whose rates predict the seconds of an attention kernel.
 
     That is the kernel itself if the profile has its rates, and otherwise the nearest one in the
-    order of KERNELS. "auto" is the best kernel that the profile has. train.py runs the same one on
-    the profile's machine if all kernels are installed.
+    order of KERNELS, which has the best kernel first. "auto" means the best kernel that the profile
+    has. In train.py it means the best kernel that can run.
 
     Example: a profile has fa4 and cudnn. Then flash, which comes after both, has cudnn's rates.
     """
@@ -134,8 +138,10 @@ def nearest_kernel(profile: Profile, kernel: str = "auto") -> str:
 
 
 def nearest_host(profile: Profile, processor: str = "") -> str:
-    """Return the processor whose launches predict those of `processor`: itself if the profile has
-    it, and otherwise the profile's first one."""
+    """Return the processor whose launch seconds are used for `processor`.
+
+    That is `processor` itself if the profile has it, and otherwise the profile's first one.
+    """
     if processor in profile.launch:
         return processor
     return next(iter(profile.launch))
@@ -192,9 +198,10 @@ def scaled(
 # ---------------------------------------------------------------------------- which profile
 
 
-# Data sheets by PyTorch's device name; the first match counts. They scale another GPU's profile for
-# a GPU that has none. Columns: dense bf16 FLOP/s; bytes/s of memory; bytes/s one way of NVLink and
-# of PCIe; GiB of memory, as PyTorch reports them
+# Data sheets, by a pattern of PyTorch's device name. The first pattern that matches counts. If a
+# GPU has no profile, the ratios between its row and the H200's row scale the H200's profile.
+# Columns: dense bf16 FLOP/s; bytes/s of memory; bytes/s of NVLink and of PCIe, in one direction;
+# GiB of memory, as PyTorch reports it
 SHEETS = {
     r"A100.*40GB": (312e12, 1.555e12, 300e9, 32e9, 39.4),
     r"A800": (312e12, 2.039e12, 200e9, 32e9, 79.2),
@@ -219,7 +226,8 @@ def find_sheet(device_name: str) -> tuple[float, ...] | None:
 
 
 def peak_flops(device_name: str) -> float | None:
-    """Return dense bf16 FLOP/s of a device, or None if it is not in SHEETS. Without it, no MFU."""
+    """Return the dense bf16 FLOP/s of a device, or None if it is not in SHEETS. (MFU is then
+    unknown.)"""
     sheet = find_sheet(device_name)
     return sheet[0] if sheet else None
 
@@ -232,9 +240,13 @@ def profile_files() -> dict[str, Path]:
 def load_profile(name: str, per_node: int | None = None) -> Profile:
     """Return the profile that `--cluster NAME` means.
 
-    name: the name of a profile in results/profiles, in any case; or a file's path; or a GPU's name
-    (find_profile). per_node: GPUs per node; by default the profile's own, or 8 for a GPU's name.
-    Raises ValueError.
+    name: the name of a profile in results/profiles (upper or lower case), the path of a profile's
+    file, or the name of a GPU (find_profile).
+
+    per_node: GPUs per node, for a GPU's name (default: 8) and for a profile of one GPU, which
+    has no network (add_network). Any other profile keeps its own number.
+
+    Raises ValueError if there is no such profile, or if its file is wrong.
     """
     path = profile_files().get(name.lower(), Path(name))
     if path.suffix != ".json" and find_sheet(name):
@@ -258,7 +270,8 @@ def load_profile(name: str, per_node: int | None = None) -> Profile:
 
 
 def check_profile(profile: Profile) -> None:
-    """Raise ValueError or KeyError unless all rates are there, are positive, and ascend in size."""
+    """Raise ValueError or KeyError unless all rates are there and positive, and the points of each
+    table are sorted by size."""
     tables = []  # (name, numbers per point, points)
     for name in "per_node gpu_bytes host_bytes memory optimizer to_host state_streaming".split():
         tables.append((name, 1, [[getattr(profile, name)]]))
@@ -297,10 +310,10 @@ def is_positive(x) -> bool:
 def find_profile(device_name: str, per_node: int) -> Profile:
     """Return the profile for a GPU by PyTorch's device name, and for nodes of `per_node` GPUs.
 
-    A profile is the GPU's own if its device has the same data sheet in SHEETS, or, without a data
-    sheet, the same name.
+    A profile is the GPU's own if both have the same data sheet in SHEETS. If the GPU has no data
+    sheet, the profile must be for a device of the same name.
 
-        own profiles                     example              the profile
+        the GPU's own profiles           example              returned profile
         nodes of at least per_node       H200, 3 per node     h200x8: the smallest of these
         only smaller nodes               H200, 16 per node    h200x8: the largest of these
         only one GPU, so no network      H100, 8 per node     h100x1, with an H200's network, scaled
@@ -324,7 +337,7 @@ def find_profile(device_name: str, per_node: int) -> Profile:
 
 
 def sheet_or_name(device_name):
-    """Return what profiles of the same kind of GPU have in common."""
+    """Return a value that is equal for two device names if they are the same kind of GPU."""
     return find_sheet(device_name) or device_name
 
 
@@ -354,8 +367,13 @@ def scale_by_data_sheet(device_name, per_node):
 
 
 def add_network(profile, per_node):
-    """Return a profile of one GPU with what the GPUs of a node share: the network and the host.
-    They are an H200's, scaled by the data sheets. Any other profile is returned as it is."""
+    """Return a profile that also has rates of the network, for nodes of `per_node` GPUs.
+
+    A profile measured on one GPU has none. It takes the network's rates from an H200's profile,
+    scaled by the data sheets. If per_node > 1, it also takes the rates of copies to the host and
+    the host's memory, because the GPUs of a node share them. A profile that has a network is
+    returned as it is.
+    """
     if any(profile.collectives.values()):
         return profile
     shared = scale_by_data_sheet(profile.device, max(2, per_node))

@@ -1,18 +1,20 @@
 """Import models from Hugging Face's folders, extend their length, and export models to folders.
 
-An imported model computes the logits that transformers computes, up to rounding, and so does an
-exported one. If that cannot be, a ValueError names what stands in the way: a key of config.json, a
-tensor, a file, or by how much the logits of a small model differ (check_export).
+An imported model computes the same logits here as in transformers, up to rounding. So does an
+exported one. If this is impossible, a ValueError names the reason: a key of config.json, a tensor,
+or a file. Before an export, check_export compares the logits of a small model.
 
     cfg, source = read_config(folder)      config.json -> ModelConfig, and config.json as a dict
-    read = open_weights(folder, cfg)       name -> tensor; one tensor is in memory at a time
+    read = open_weights(folder, cfg)       read(our name) -> tensor, read from disk at each call
     cfg = with_rope("yarn:4", cfg)         --rope-scaling: reach 4 times as many positions
-    export(folder, cfg, read, ...)         config.json, safetensors, tokenizer, license
+    check_export(cfg, source)              would transformers compute the same?
+    export(folder, cfg, read, ...)         write config.json, safetensors, tokenizer, license
 
-    model = load_model(folder)             all of an import at once, on the CPU in float32
+    model = load_model(folder)             import a whole model, on the CPU in float32
 
-Some of our matrices hold several of theirs, one below the other. Example: layer 0 of llama3-8b,
-which has 32 heads and 8 K/V heads of 128 features:
+"Ours" are names and tensors of model.LLaMA, "theirs" those of Hugging Face's files. Some of our
+matrices are several of theirs, stacked by rows. Example: layer 0 of llama3-8b, which has 32 heads
+and 8 K/V heads of 128 features:
 
     ours                      theirs, in model.layers.0                    rows of ours
     blocks.0.qkv.weight       self_attn.q_proj.weight     4096 x 4096          0 ..  4095
@@ -22,12 +24,14 @@ which has 32 heads and 8 K/V heads of 128 features:
     28672 x 4096              mlp.up_proj.weight         14336 x 4096      14336 .. 28671
 
 So an import concatenates the rows of theirs, and an export splits ours (parts_of). HF_NAMES lists
-all names. A fork that adds a weight adds a row there, if one of the FAMILIES has such a weight.
+all names. If you add a weight to the model, add a row there. This works if one of the FAMILIES
+has such a weight.
 
 Left out:
     - Architectures that are not in FAMILIES.
     - Weights in pickles, because reading a pickle may run code.
-    - Exports for transformers 4. It would ignore the rotary base and scaling of an export.
+    - Exports for transformers 4. It would ignore rope_parameters, the key in which an export has
+      the rotary base and the rotary scaling.
 """
 
 import json
@@ -51,12 +55,12 @@ from ranks import on_rank_0
 
 # ---------------------------------------------------------------------------- names and keys
 
-# our weight -> their names for it. Several names: ours holds their rows, one below the other
+# our weight -> their names for it. If there are several, ours is theirs stacked by rows
 HF_NAMES = {
     "embed": "model.embed_tokens",
     "norm": "model.norm",
     "head": "lm_head",
-    # of a layer: in their files a name begins with model.layers.LAYER.
+    # weights of a layer. Their full names begin with "model.layers.0.", "model.layers.1.", ...
     "norm1": "input_layernorm",
     "norm2": "post_attention_layernorm",
     "qkv": "self_attn.q_proj self_attn.k_proj self_attn.v_proj",
@@ -81,8 +85,8 @@ CONFIG_KEYS = {
     "head_dim": "head_dim",
 }
 
-# model_type of transformers -> the fields of ModelConfig that it implies, for which config.json has
-# no key. A model from scratch is exported as the first family that computes the same
+# model_type of transformers -> the fields of ModelConfig that follow from it, because config.json
+# has no key for them. A model from scratch is exported as the first family that computes the same
 FAMILIES = {
     "qwen2": {"qkv_bias": True},
     "qwen3": {"qk_norm": True},
@@ -90,7 +94,7 @@ FAMILIES = {
     "mistral": {},
 }
 
-# key of config.json -> the only value that this project computes
+# key of config.json -> the only value that this project supports
 REQUIRED_VALUES = {
     "hidden_act": "silu",
     "attention_bias": False,
@@ -109,10 +113,10 @@ COMPANION_FILES = (
 
 
 def read_config(folder: str) -> tuple[ModelConfig, dict]:
-    """Read a folder's config.json. Return its model, and its keys as a dict.
+    """Read a folder's config.json. Return a ModelConfig, and config.json as a dict.
 
-    The dict is called `source` everywhere. It also has the keys that transformers fills in. Raises
-    ValueError for an architecture or a value that this project does not compute.
+    This file calls the dict `source`. It also has the keys that transformers fills in by default.
+    Raises ValueError for an architecture or a value that this project does not support.
     """
     from transformers import AutoConfig
 
@@ -157,7 +161,7 @@ def _model_of(source: dict) -> ModelConfig:
         if value != required:
             raise ValueError(f"{key} is {value!r}; only {required!r} is supported")
 
-    # frequencies do not depend on "type", an older name of rope_type, nor on "finetuned"
+    # drop two keys that change no frequency: "type", an older name of rope_type, and "finetuned"
     rope = {
         key: value
         for key, value in config.rope_parameters.items()
@@ -173,7 +177,7 @@ def _model_of(source: dict) -> ModelConfig:
         )
 
     max_positions = config.max_position_embeddings
-    if kind == "yarn":  # whether or not max_position_embeddings says so
+    if kind == "yarn":  # in some files max_position_embeddings is still the trained length
         max_positions = round(rope["original_max_position_embeddings"] * rope["factor"])
 
     default_head_dim = config.hidden_size // config.num_attention_heads
@@ -188,8 +192,8 @@ def _model_of(source: dict) -> ModelConfig:
 
 
 def sliding_window(source: dict) -> int:
-    """Return how many tokens a token attends to, including itself, in an import's layers with a
-    sliding window. Return 0 if no layer has a window, and for {}, a model from scratch."""
+    """Return the sliding window of an import: how many tokens a token attends to, including itself.
+    Return 0 if no layer has a window, or if source is {} (a model from scratch)."""
     in_all_layers = source.get("model_type") == "mistral"
     in_some_layers = "sliding_attention" in source.get("layer_types", [])
     if not in_all_layers and not in_some_layers:
@@ -198,7 +202,8 @@ def sliding_window(source: dict) -> int:
 
 
 def parts_of(cfg: ModelConfig) -> dict[str, dict[str, tuple]]:
-    """Return {our name: {their name: its shape}}, theirs in the order of their rows in ours.
+    """Return {our name: {their name: their shape}}. Their names are in the order in which our
+    tensor stacks them.
 
     Example: blocks.0.qkv.weight of llama3-8b -> model.layers.0.self_attn.q_proj.weight: (4096,
     4096), ...k_proj.weight: (1024, 4096), ...v_proj.weight: (1024, 4096).
@@ -234,16 +239,16 @@ def parts_of(cfg: ModelConfig) -> dict[str, dict[str, tuple]]:
 
 
 def open_weights(folder: str, cfg: ModelConfig) -> Callable[[str], Tensor]:
-    """Check that a folder has exactly the weights of cfg. Return a function: our name -> tensor.
+    """Check that a folder has exactly the weights of cfg. Return read(our name) -> tensor.
 
-    The function reads a tensor from disk when it is called, so only one is in memory at a time.
+    read() reads a tensor from disk when it is called. So only one needs to be in memory at a time.
 
-    Raises ValueError if a file is truncated, or if a tensor is missing, left over or of another
-    shape. The function raises ValueError for values that are not finite, and for integers.
+    open_weights raises ValueError if a file is truncated, or if a tensor is missing, left over or
+    of another shape. read() raises ValueError if a tensor cannot be read, is not of floating point,
+    or has values that are not finite.
     """
-    # their name -> a handle that reads the tensor when it is indexed. The files are read in
-    # alphabetical order, so model.safetensors replaces what model-00001-of-... says, as in
-    # transformers
+    # their name -> a handle that reads the tensor when it is indexed. In alphabetical order,
+    # model.safetensors comes after model-00001-of-..., so its tensors win, as in transformers
     stored = {}
     for path in sorted(Path(folder).glob("model*.safetensors")):
         try:
@@ -259,7 +264,8 @@ def open_weights(folder: str, cfg: ModelConfig) -> Callable[[str], Tensor]:
             ) from e
 
     parts = parts_of(cfg)
-    if cfg.tied and "lm_head.weight" not in stored:  # if it is stored, it is the head
+    # a tied head is usually not stored, and then the embedding is read for it
+    if cfg.tied and "lm_head.weight" not in stored:
         parts["head.weight"] = parts["embed.weight"]
     check_shapes(
         folder,
@@ -290,8 +296,8 @@ def open_weights(folder: str, cfg: ModelConfig) -> Callable[[str], Tensor]:
 def check_shapes(folder: str, expected: dict[str, tuple], found: dict[str, tuple]) -> None:
     """Raise ValueError unless the tensors in the files are those of config.json's model.
 
-    expected, found: name -> shape. The message counts the tensors that are missing, left over, or
-    of another shape, and names the first four of each kind.
+    expected, found: their name -> shape. The message counts the tensors that are missing, left
+    over, or of another shape, and names the first four of each kind.
     """
     missing = sorted(expected.keys() - found.keys())
     left_over = sorted(found.keys() - expected.keys())
@@ -331,11 +337,11 @@ def load_model(folder: str) -> LLaMA:
 
 
 def with_rope(text: str, model: ModelConfig) -> ModelConfig:
-    """Return the model with the rotary scaling of --rope-scaling, and with the length it reaches.
+    """Return the model with the rotary scaling of --rope-scaling, and with more max_positions.
 
-    A factor multiplies the one that the model has already. Example: Llama 3.2 was trained with
-    llama3:32, so `llama3:2` gives factor 64 and twice its max_positions. `theta:BASE` replaces only
-    the base. Raises ValueError.
+    text: the flag, KIND:FACTOR or theta:BASE. If the model has a scaling already, FACTOR multiplies
+    its factor. Example: Llama 3.2 was trained with llama3:32, so `llama3:2` gives factor 64 and
+    twice its max_positions. `theta:BASE` replaces only the base. Raises ValueError.
     """
     if not text:
         return model
@@ -378,13 +384,13 @@ def with_rope(text: str, model: ModelConfig) -> ModelConfig:
 def export_config(cfg: ModelConfig, source: dict, dtype: torch.dtype):
     """Return the transformers config of an export.
 
-    source: the import's config.json (read_config), whose family the export keeps; {}: a model from
-    scratch, which becomes the first family that computes the same. Keys of source that change no
-    logits go along.
+    source: the import's config.json (read_config). The export keeps its family, and those of its
+    keys that ModelConfig does not set, such as token ids. {}: a model from scratch, which becomes
+    the first family that computes the same.
 
-    Raises ValueError if a weight has no name in Hugging Face's files, or if reading the config
-    would not give cfg again. Otherwise an export would drop a field in silence, or fail only at its
-    end. The error names the family that lacks the fewest keys.
+    Raises ValueError if a weight has no name in Hugging Face's files, or if the exported config
+    would not be read as cfg again. Without this check an export could silently lose a field. If no
+    family fits, the error names the one that lacks the fewest keys.
     """
     from transformers import AutoConfig
 
@@ -396,7 +402,7 @@ def export_config(cfg: ModelConfig, source: dict, dtype: torch.dtype):
         "dtype": dtype,
         "rope_parameters": {"rope_theta": cfg.rope_theta} | cfg.rope_scaling,
     }
-    settings.pop("auto_map", None)  # it names code of the import's own, which does not go along
+    settings.pop("auto_map", None)  # it names Python files of the import, which are not exported
 
     families = [source["model_type"]] if source else FAMILIES
     lost_fields = {}  # family -> our fields that its config.json has no key for
@@ -426,21 +432,21 @@ def check_export(cfg: ModelConfig, source: dict) -> None:
     A small model is exported to a temporary folder, transformers loads it, and both compute logits
     for the same tokens. The small model is made of the same Block:
 
-        kept     number of layers, all flags of cfg, rotary scaling; the positions lie on both sides
-                 of each length that the scaling distinguishes
+        kept     number of layers, all flags of cfg, rotary scaling
         shrunk   widths, numbers of heads, vocabulary
-        random   all weights, also norms and biases: their initial values, 1 and 0, would hide a
-                 norm or a bias that the export loses
+        random   all weights. This includes norms and biases: with their initial values, 1 and 0,
+                 the logits would not show that an export loses one
 
-    Runs on one rank, without collectives. It takes some seconds, most of them to import
-    transformers.
+    The tokens have positions just below and above the trained length, and the last position.
+
+    Runs on one rank, without collectives. It takes a few seconds, mostly to import transformers.
     """
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
     logging.disable_progress_bar()
 
-    # a small model with as many K/V heads as heads, if cfg has so, else with half as many
+    # the small model has as many K/V heads as query heads if cfg does, and otherwise half as many
     kv_heads = 4 if cfg.kv_heads == cfg.heads else 2
     small = replace(cfg, vocab=48, dim=32, heads=4, kv_heads=kv_heads, head_dim=16, ffn=40)
     if source:  # special tokens may lie outside the small vocabulary
@@ -457,12 +463,13 @@ def check_export(cfg: ModelConfig, source: dict) -> None:
     rng = torch.Generator().manual_seed(0)
     for p in model.parameters():
         p.data.normal_(0, 1 / math.sqrt(p.shape[-1]), generator=rng)
-        if p.dim() == 1:  # norms near 1, and biases so large that losing one shows
+        if p.dim() == 1:  # norms near 1, and biases so large that the logits show a lost one
             p.data += 1.0
     if small.tied:
         model.head.weight.data.copy_(model.embed.weight.data)
 
-    # tokens at positions up to the end of the length that cfg reaches
+    # tokens at some positions, up to the last one, and on both sides of the trained length (even if
+    # that is the whole length)
     trained = cfg.rope_scaling.get("original_max_position_embeddings", cfg.max_positions)
     last = cfg.max_positions - 1
     positions = {0, 1, 2, 7, 50, trained // 2, trained - 1, trained, trained + 1, last}
@@ -490,12 +497,13 @@ def check_export(cfg: ModelConfig, source: dict) -> None:
 
 
 def write_small(folder: Path, model: LLaMA, config) -> None:
-    """Write a model that lies on one CPU as `export` writes one whose states ranks share."""
+    """Write a whole model from one CPU. The files are like those of `export`, which gathers a
+    sharded model from all ranks."""
     tensors = {}
     weights = model.state_dict()
     for name, parts in parts_of(model.cfg).items():
         if name == "head.weight" and model.cfg.tied:
-            continue  # the embedding stands for it
+            continue  # it equals the embedding, so transformers ties it again
         pieces = weights[name].split([rows for rows, *_ in parts.values()])
         tensors |= {part: piece.contiguous() for part, piece in zip(parts, pieces)}
     write_tensors(tensors, folder / "model.safetensors", {"format": "pt"})
@@ -505,8 +513,8 @@ def write_small(folder: Path, model: LLaMA, config) -> None:
 def companion_files(folders: list[Path]) -> list[Path]:
     """Return the tokenizer and license files of folders, which an export copies.
 
-    If two folders have a file of the same name, the later folder's is used. Raises OSError for what
-    is no regular file, and for a link that leads out of its folder (own_file), because an export
+    If two folders have a file of the same name, the later folder's is used. Raises OSError if a
+    file is not a regular file, or is a link that leads out of its folder (own_file). An export
     would publish the file that the link leads to.
     """
     found = {}  # name -> path
@@ -528,18 +536,21 @@ def export(
 ) -> None:
     """Write a model as a Hugging Face folder and print its family. A collective of all ranks.
 
-    full_param          our name -> the full tensor; called on all ranks together
-    dtype               of the stored weights
+    folder              an existing folder, which gets the files
+    full_param          function: our name -> the full tensor. All ranks call it together
+    dtype               dtype of the stored weights
     source              the import's config.json, from read_config; {} for a model from scratch
-    companion_folders   folders whose tokenizer and license go along
-    group               patient_group(), since writing may take rank 0 longer than --timeout
+    companion_folders   folders whose tokenizer and license files are copied
+    group               ranks.patient_group(), because rank 0 may write longer than --timeout
 
-    The files appear all at once or not at all: they are written to folder/partial and move up when
-    they are complete. Raises ConfigError.
+    The files are written to folder/partial. When all of them are complete, they are moved to the
+    folder. Raises ValueError if the model cannot be exported, and ConfigError (also a ValueError)
+    on all ranks if rank 0 cannot write a file.
     """
     partial = folder / "partial"
 
-    # an imported tied head is tied again if training has left it equal to the embedding
+    # an imported tied head is a matrix of its own here, which training may change. The export ties
+    # it again if it still equals the embedding
     tied = cfg.tied and torch.equal(full_param("embed.weight"), full_param("head.weight"))
     config = export_config(replace(cfg, tied=tied), source, dtype)
     on_rank_0(fresh_folder, partial, group=group)
@@ -559,7 +570,7 @@ def export(
     weight_map = {}  # their name -> file
     for i, names in enumerate(files, 1):
         file = f"model-{i:05d}-of-{len(files):05d}.safetensors"
-        tensors = {}  # their name -> tensor; empty on the remaining ranks
+        tensors = {}  # their name -> tensor. Filled on rank 0 only
         for name in names:
             full = full_param(name)
             if dist.get_rank() == 0:

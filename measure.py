@@ -7,20 +7,20 @@ results/profiles/NAME.json. Each measurement is one method:
 
     product_rates       FLOP/s of matrix products, by tokens and width
     attention_rates     FLOP/s of each attention kernel that runs here, by sequence length
-    collective_rates    bytes/s of collectives, by bytes and mesh
-    update_rate         bytes/s of the update, with optimizer states on the GPU and on the host
+    collective_rates    bytes/s of collectives, by bytes and mesh (see hardware.py)
+    update_rate         bytes/s of the update, with optimizer states on the GPU or on the host
     copy_rate           bytes/s of copies to the host
-    launch_seconds      seconds that the host, whose processor is named, takes to launch a layer
+    launch_seconds      seconds that the host takes to launch a layer's kernels
     overlap_factors     how much computation and communication slow down each other
     memory_rate         bytes/s of the element-wise kernels between products, launches included
 
-All but one are timed by themselves. `memory_rate` is not: two whole layers are timed, and the rate
-follows from what costs.layer_seconds counts for one layer,
+Only `memory_rate` is not timed by itself. It comes last: it times whole layers, and solves the
+equation by which costs.layer_seconds predicts a layer,
 
     seconds of a layer = seconds of its products and attention + element-wise bytes / memory
 
-Example: products and attention of a layer take 40 ms by the rates measured before, its element-wise
-kernels move 20 GB, and a layer takes 50 ms. Then memory = 20 GB / (50 - 40) ms = 2 TB/s.
+Example: a layer takes 50 ms. By the rates measured before, its products and attention take 40 ms of
+them. Its element-wise kernels move 20 GB. Then memory = 20 GB / (50 - 40) ms = 2 TB/s.
 
 Left out: rates of a machine that others use at the same time.
 """
@@ -58,7 +58,7 @@ def layer_seconds(
 ) -> float:
     """Return the seconds that costs.py counts for a layer's forward and backward.
 
-    kernel: the attention kernel. tokens: of the one sequence that one rank runs.
+    kernel: the attention kernel. tokens: the length of the sequence. One rank runs one sequence.
     """
     est = costs.Estimator(profile, kernel)
     layer = costs.layer_seconds(est, costs.Plan(model, dtype, 1, 1, tokens))
@@ -69,12 +69,12 @@ class Machine:
     """Measure this machine. All ranks do the same at the same time, and the slowest rank's seconds
     count. All methods are collectives: every rank calls them in the same order."""
 
-    # the shapes that are measured on GPUs
-    seconds = 0.4  # of work per point: long enough that a GPU's clock rate falls, as under load
+    # what is measured on GPUs; a CPU gets smaller shapes
+    seconds = 0.4  # of work per point: so long that a GPU's clock rate falls, as in training
     tokens = (2048, 4096, 16384)
     widths = (2048, 4096, 8192)
-    seqs = (1024, 4096, 16384, 65536, 262144)
-    sizes = (2**20, 2**23, 2**26, 2**29)  # bytes of collectives, and (the last) of copies
+    seqs = (1024, 4096, 16384, 65536, 262144)  # tokens of a sequence, for attention
+    sizes = (2**20, 2**23, 2**26, 2**29)  # bytes of collectives. Copies have the last size
     middle = 4096  # tokens and width of whole layers
 
     def __init__(
@@ -87,7 +87,7 @@ class Machine:
         self.per_node = per_node
         self.kernels = kernels
         self.attention = Attention(kernels[0])
-        # random numbers: zeros are multiplied faster
+        # random numbers, because a GPU multiplies zeros faster
         self.random = functools.partial(torch.randn, device=device, dtype=dtype)
         self.gpu = device.type == "cuda"
         if not self.gpu:  # small shapes
@@ -124,10 +124,11 @@ class Machine:
         return replace(profile, memory=self.memory_rate(profile))
 
     def time(self, fn):
-        """Return the seconds per call of fn, of many calls back to back. The slowest rank counts.
+        """Return the seconds per call of fn when it is called many times back to back.
 
-        There are four rounds. Two rounds of one call warm up, and the second one says how many
-        calls take self.seconds. The third round runs so many, still to warm up. The fourth counts.
+        There are four rounds, and only the last one counts. Rounds 1 and 2 call fn once. Round 2
+        tells how many calls take self.seconds. Rounds 3 and 4 call fn that many times. The seconds
+        of a round are those of the slowest rank.
         """
         calls = 1
         for round_number in range(4):
@@ -143,7 +144,9 @@ class Machine:
         return seconds / calls
 
     def product_rates(self):
-        """Return FLOP/s of matrix products by kind: [tokens, width, FLOP/s], W (width, width).
+        """Return FLOP/s of matrix products by kind, as points [tokens, width, FLOP/s].
+
+        x and dy are (tokens, width), W is (width, width).
 
         forward            y = x W^T
         input_grad         dx = dy W
@@ -169,26 +172,25 @@ class Machine:
         return found
 
     def attention_rates(self, op):
-        """Return FLOP/s of an attention kernel by pass: [sequence length, FLOP/s].
+        """Return FLOP/s of an attention kernel by pass, as points [sequence length, FLOP/s].
 
-        Attention is causal, and half of the (T, T) matrix is counted. Backward has 2.5 times the
-        FLOPs of forward.
+        Attention is causal, so the FLOPs of half of the (T, T) attention matrix are counted.
+        Backward has 2.5 times the FLOPs of forward.
         """
         forward, backward = [], []
         for seq in self.seqs:
-            batch = max(
-                1, self.tokens[-1] * 4 // seq
-            )  # enough work to take much longer than its launch
+            # short sequences run in a batch, so that the kernel takes much longer than its launch
+            batch = max(1, self.tokens[-1] * 4 // seq)
             q, k, v, do = (self.random(batch, seq, 8, 128) for _ in range(4))  # 8 heads
             o, lse = op.forward(q, k, v)
-            flops = 2 * q.numel() * seq
+            flops = 2 * q.numel() * seq  # two products of 2 FLOPs each, with half of the keys
             forward.append([seq, flops / self.time(lambda: op.forward(q, k, v))])
             seconds = self.time(lambda: op.backward(lambda: (do, []), q, k, v, o, lse))
             backward.append([seq, 2.5 * flops / seconds])
         return {"forward": forward, "backward": backward}
 
     def make_model(self, layers, width):
-        """Make a model with heads of 128 and a small vocabulary."""
+        """Make a model with head width 128 and a small vocabulary."""
         heads = width // 128
         cfg = ModelConfig(256, width, layers, heads, heads, width * 43 // 16)
         model = LLaMA(cfg, self.attention).to(self.device, self.dtype)
@@ -196,7 +198,8 @@ class Machine:
         return model
 
     def make_layers(self):
-        """Return the config of a model of two layers, and a function that runs both passes."""
+        """Return the config of a model of two layers, and a function that runs their forward and
+        their backward."""
         size = self.middle
         model = self.make_model(2, size)
         positions = torch.arange(size, device=self.device)
@@ -210,8 +213,12 @@ class Machine:
         return model.cfg, run
 
     def memory_rate(self, profile):
-        """Return bytes/s of element-wise kernels, such that costs.layer_seconds counts for a layer
-        what it takes here. profile: all other rates. Its own memory is infinitely fast."""
+        """Return the bytes/s of element-wise kernels with which costs.layer_seconds predicts the
+        seconds that a layer takes here.
+
+        profile: has all other rates. Its `memory` is infinity, so that costs.layer_seconds counts
+        only products and attention.
+        """
         cfg, run = self.make_layers()
         layer = cfg, self.dtype, self.middle, self.kernels[0]
         products = layer_seconds(profile, *layer)  # seconds of products and attention
@@ -224,9 +231,11 @@ class Machine:
     def update_rate(self, storage):
         """Return bytes/s of an update.
 
-        storage: where optimizer states lie. gpu: bytes that the update reads and writes
-        (costs.update_bytes). host: bytes of optimizer states, which stream to the GPU and back;
-        each way counts once.
+        storage: where optimizer states lie, which also says what bytes are counted.
+
+            gpu     all bytes that the update reads and writes (costs.update_bytes)
+            host    the bytes of optimizer states, once. They stream to the GPU and back at the same
+                    time, so the rate is that of one direction
         """
         model = self.make_model(4, self.middle)
         states = States(model, self.device, self.dtype, storage=storage)
@@ -247,9 +256,10 @@ class Machine:
     def launch_seconds(self):
         """Return the seconds that the host takes to launch a layer's forward and backward.
 
-        The model is so small that the device waits for the host. Whole micro-batches run, with what
-        shard.States does in them. The mean counts, because a step takes what its host takes on
-        average. On a CPU the launches are part of the operators' seconds.
+        The model is so small that the GPU waits for the host. Whole micro-batches run, and
+        shard.States launches its own kernels in them, as in training. We take the mean and not the
+        minimum, because the delays of the host add up in a step. On a CPU, the seconds of an
+        operator include its launch, so launches count as nothing.
         """
         if not self.gpu:
             return dict.fromkeys(PASSES, 1e-9)
@@ -257,7 +267,7 @@ class Machine:
         model = self.make_model(layers, 256)
         states = States(model, self.device, self.dtype, micro_batches=micro_batches)
         ids = torch.arange(128, device=self.device)[None]
-        moments = []
+        moments = []  # per micro-batch: begin of forward, begin of backward, end of backward
         for micro_batch in range(40):
             if micro_batch % micro_batches == 0:
                 states.begin_step()
@@ -272,10 +282,11 @@ class Machine:
         return dict(zip(PASSES, (seconds / layers).tolist()))
 
     def collective_rates(self):
-        """Return bytes/s of collectives by operation and mesh: [bytes, bytes/s].
+        """Return bytes/s of collectives by operation and mesh, as points [bytes, bytes/s].
 
-        All groups of a mesh run at the same time. Bytes are those of the whole tensor that is
-        gathered, reduced or broadcast. For an all-to-all they are those that one rank has.
+        All groups of a mesh run at the same time. Bytes are the size of the whole tensor that is
+        gathered, reduced or broadcast. For an all-to-all they are the size of the tensor that one
+        rank sends, including the part that it keeps.
         """
         found = {op: {} for op in COLLECTIVES}
         groups = Groups()
@@ -293,7 +304,7 @@ class Machine:
         return found
 
     def collectives(self, group, size):
-        """Return functions that run each collective of a group on `size` bytes, by operation."""
+        """Return functions by operation. Each runs that collective on `size` bytes in a group."""
         ranks = dist.get_process_group_ranks(group)
         part = self.random(size // self.dtype.itemsize // len(ranks))
         parts = part.repeat(len(ranks), 1)
@@ -313,8 +324,8 @@ class Machine:
     def overlap_factors(self):
         """Return by what factors computation and communication take longer while both run.
 
-        collectives: all-gathers and reduce-scatters of all ranks, next to a layer. all_to_all:
-        all-to-alls, next to attention.
+        "collectives": all-gathers and reduce-scatters over all ranks, while layers run forward and
+        backward. "all_to_all": all-to-alls over all ranks, while attention's forward runs.
         """
         group = Groups().get("profile", lambda r: 0)
         if not self.gpu or group is None:
@@ -335,19 +346,21 @@ class Machine:
         }
 
     def slow_downs(self, *work):
-        """Return two factors on the seconds of computation, and of communication on a stream of its
-        own, while both run. work: two functions that launch computation and communication.
+        """Return two factors, by which computation and communication take longer while both run.
 
-        Each function is first timed by itself. Then both streams get 48 batches of calls each. A
-        batch takes about equally long on either stream when it runs by itself. Only the middle
-        third is timed, between two events, because there both streams certainly have work:
+        work: two functions, which launch computation and communication. Each function is first
+        timed by itself. Then both run at the same time, on two streams. Each stream gets 48 batches
+        of calls. The number of calls per batch is such that a batch, by itself, takes about the
+        same time on both streams. Only the middle third is timed, because then both streams
+        certainly have work:
 
             batch          0 ........ 15 | 16 ........ 31 | 32 ........ 47
-            computation    warms up      | timed          | keeps the other stream company
-            communication  warms up      | timed          | keeps the other stream company
+            computation    warms up      | timed          | slows down the other stream
+            communication  warms up      | timed          | slows down the other stream
 
-        The events are recorded before batches 16 and 32. The factor is the time between them over
-        the time that 16 batches take by themselves.
+        CUDA events are recorded before batches 16 and 32. A factor is the time between the two
+        events, divided by the time that 16 batches take by themselves. It is at least 1, and the
+        largest one of all ranks.
         """
         streams = torch.cuda.current_stream(), CommStream(self.device).stream
         alone = [self.time(fn) for fn in work]  # seconds per call; waits for all earlier work
@@ -356,7 +369,7 @@ class Machine:
         calls = [math.ceil(batch_seconds / seconds) for seconds in alone]  # per batch
 
         batches, begin, end = 48, 16, 32
-        events = {begin: [], end: []}  # by batch: an event per stream
+        events = {begin: [], end: []}  # batch -> one event per stream
         # the streams get their batches alternately, so that the host stays ahead of both
         for batch in range(batches):
             for stream, fn, count in zip(streams, work, calls):
