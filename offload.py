@@ -27,7 +27,8 @@ Example (results/long-256k-4xh200.json): 7B, 256K tokens on four H200s. Each GPU
 four chunks per layer. In a layer x takes 0.5 GiB per GPU, o and lse 0.5 GiB, S_others 4.7 GiB. The
 last 14 layers (k = 14) keep everything, 80 GiB. The first 18 layers swap everything (alpha = 1) to
 102.5 GiB of host memory. Nothing is recomputed. planner.py chooses these numbers
-(`ActivationPlan`).
+(`ActivationPlan`). In the example of costs.py the host has a little less memory, so one chunk of a
+swapped layer and one of a resident layer are recomputed.
 
 If even x and o of all layers do not fit on the GPU and the host, some are dropped, too:
 
