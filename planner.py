@@ -197,7 +197,8 @@ def check_values(program) -> None:
         types = typing.get_args(f.type) or (f.type,)
         is_legal_type = type(value) in types or (type(value) is int and float in types)
         if not is_legal_type:
-            raise ValueError(f"{flag_name(name)} {value!r}: the type must be {f.type}")
+            names = [t.__name__ for t in types if t is not type(None)]
+            raise ValueError(f"{flag_name(name)} {value!r} must be of type {' or '.join(names)}")
         if among and value not in among:
             raise ValueError(f"{flag_name(name)} {value}: choose one of {', '.join(among)}")
         if type(value) in (int, float) and not low <= value <= high:  # rejects NaN, too

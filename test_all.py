@@ -1644,7 +1644,7 @@ def test_fork_optimizer(tmp_path):
     flags = f"--out {tmp_path}/o --optimizer muon"
     text = run(f"{flags} --p 2", 2, code, expect=1)
     assert "needs whole matrices: --os-layout inter --p 1" in text
-    assert " inter, " in run(f"{flags} --os 2", 2, code)
+    assert " inter; " in run(f"{flags} --os 2", 2, code)
     first, *_, last = losses(tmp_path / "o")
     assert last[1] < first[1]
 

@@ -18,7 +18,7 @@ For example, `python train.py --device cpu --seq 64 --batch 4 --steps 4` prints 
 
     model: 1,869,504 parameters, 1.15e+07 FLOPs per token causal, 1.18e+07 full, at 64 tokens; ...
     data stdlib: 14,399,194 tokens, 213,738 training and 11,249 validation sequences
-    plan: tp 1, pp 1x1, sp 1, ring 1, groups 1, batch 1x1x4, p,g,os 1,1,1 intra, layers keep all ...
+    plan: tp: 1; pp: 1; sp: 1; ring: 1; head groups: 1; batch: 1 x 1 x 4; states: p=1 g=1 os=1 ...
     step 1/4 loss 5.9710 grad 5.190 lr 3.00e-03 TGS 839 0.31 s left 0:00:01
     ...
     step 4/4 loss 3.5962 grad 1.967 lr 9.75e-04 TGS 1,840 0.14 s left 0:00:00 val_loss 3.0179
@@ -659,8 +659,8 @@ def print_plan(run: Run, other_plans: Sequence[costs.Plan] = ()) -> None:
     """Print what the plan chooses. On a GPU or in a dry run, also print the predicted time and
     memory of this plan and of others."""
     print0(
-        f"plan: {planner.in_words(run.plan)} (pp: stages x virtual stages of each; groups: of "
-        "heads; batch: data-parallel ranks x micro-batches per rank x sequences per micro-batch)"
+        f"plan: {planner.in_words(run.plan)} (batch: data-parallel ranks x micro-batches per rank x "
+        "sequences per micro-batch)"
     )
     if run.device.type == "cuda" or run.cfg.dry_run:
         print0(planner.describe_plans([run.plan, *other_plans], run.hardware))

@@ -300,11 +300,11 @@ def test_meta_json_is_not_believed(kind, trained, tmp_path, capsys):
 @parametrize(
     "field, value, says",
     [
-        ("lr", "fast", "--lr 'fast': not of type"),
-        ("seed", 1.5, "--seed 1.5: not of type"),
-        ("save_async", 1, "--save-async 1: not of type"),
-        ("strategy", ["zero3"], "--strategy \\['zero3'\\]: not of type"),
-        ("init", 7, "--init 7: not of type"),
+        ("lr", "fast", "--lr 'fast' must be of type float"),
+        ("seed", 1.5, "--seed 1.5 must be of type int"),
+        ("save_async", 1, "--save-async 1 must be of type bool"),
+        ("strategy", ["zero3"], "--strategy \\['zero3'\\] must be of type str"),
+        ("init", 7, "--init 7 must be of type str"),
     ],
 )
 def test_flags_of_a_checkpoint_have_their_types(field, value, says, trained, tmp_path):
