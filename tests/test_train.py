@@ -199,13 +199,17 @@ def test_one_run_under_four_plans(tmp_path):
     swapping = "--sp 2 --chunk 10 --alpha 0.5 --resident-layers 2 --head-groups 3 --g 2 --os 2"
     plans = [
         (0, "", "documents end with token 10"),
-        (2, swapping, "k=2 alpha=0.50"),
+        (2, swapping, "2 of 4 layers resident, alpha=0.50"),
         (
             4,
             re.sub(r"\d\S*", "auto", swapping) + " --tp 2 --pp 2 --os-place host --save-async",
-            "pp 2x",
+            "pp: 2",
         ),
-        (0, "--tp 1 --pp 1 --recompute full --os-place auto --no-save-async", "twice in 4"),
+        (
+            0,
+            "--tp 1 --pp 1 --recompute full --os-place auto --no-save-async",
+            "4 layers run attention twice",
+        ),
     ]
     for i, (ranks, more, says) in enumerate(plans):
         exported = tmp_path / f"hf{i}"
