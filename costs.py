@@ -83,7 +83,8 @@ import numpy as np
 import torch
 
 import model as llama
-from hardware import Profile, interpolate, interpolate_twice, nearest_host, nearest_kernel
+from attention import KERNELS
+from hardware import Profile, interpolate, interpolate_twice, nearest_host
 from model import ModelConfig, flops_per_token
 from offload import ActivationPlan, matrices_of, trace_block
 from ops import LOSS_ELEMENTS, accumulation_dtype
@@ -833,12 +834,35 @@ def message_bytes(plan):
 # ---------------------------------------------------------------------------- seconds of operations
 
 
+def nearest_kernel(profile: Profile, kernel: str = "auto") -> str:
+    """Return the kernel whose rates predict the seconds of an attention kernel.
+
+    That is the kernel itself if the profile has its rates, and otherwise the nearest one in the
+    order of KERNELS, which has the best kernel first. "auto" means the best kernel that the profile
+    has. In train.py it means the best kernel that can run. Raises ValueError if the profile has no
+    kernel of KERNELS.
+
+    Example: a profile has fa4 and cudnn. Then flash, which comes after both, has cudnn's rates.
+    """
+    order = [*KERNELS]
+    known = [name for name in order if name in profile.attention]
+    if not known:
+        raise ValueError(
+            f"profile {profile.name} has rates of the attention kernels "
+            f"{', '.join(profile.attention)}, and of none of {', '.join(order)}"
+        )
+    if kernel == "auto":
+        return known[0]
+    position = order.index(kernel)
+    return min(known, key=lambda name: abs(order.index(name) - position))
+
+
 class Estimator:
     """Predict the seconds of single operations from a hardware profile.
 
     kernel: the attention kernel. processor: the name of the host's processor, which launches
-    kernels. If the profile does not have them, the nearest ones are used (hardware.nearest_kernel,
-    nearest_host).
+    kernels. If the profile does not have them, the nearest ones are used (nearest_kernel,
+    hardware.nearest_host).
     """
 
     def __init__(self, profile: Profile, kernel: str = "auto", processor: str = ""):

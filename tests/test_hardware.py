@@ -1,5 +1,6 @@
 """Hardware profiles: files, rates between measured points, and measuring a machine."""
 
+import ast
 import math
 import shutil
 from dataclasses import replace
@@ -7,9 +8,10 @@ from dataclasses import replace
 import torch
 from pytest import approx, raises
 
+import costs
 import hardware
 import measure
-from test_all import on_ranks, parametrize, slow
+from test_all import ROOT, on_ranks, parametrize, slow
 
 
 def test_profiles_between_points_and_at_their_ends():
@@ -37,7 +39,10 @@ def test_profiles_between_points_and_at_their_ends():
         ('"products": {"forward": [[1, 1, 1]]}', "input_grad"),
         ('"attention": {"fa4": {"forward": [[8, 1], [4, 1]], "backward": []}}', "8, 1.*ascending"),
         ('"attention": {"fa4": {"forward": [[4, 1]]}}', "backward"),
-        ('"attention": {"forward": [[4, 1]], "backward": [[4, 1]]}', "attention forward: .*fa4"),
+        (
+            '"attention": {"forward": [[4, 1]], "backward": [[4, 1]]}',
+            "attention forward .*4, 1.*: the rates of a kernel",
+        ),
         ('"attention": {}', "at least one kernel"),
         (  # one kernel's rates are whole, another one's are not
             '"attention": {"fa4": {"forward": [[4, 1]], "backward": [[4, 1]]}, '
@@ -103,21 +108,32 @@ def test_known_profiles_are_those_of_the_node():
     assert hardware.load_profile("H100", 8) == eight
 
 
+def test_files_of_the_ground_floor_import_none_of_the_others():
+    """Six files can be read by themselves. Catches a helper that ties one of them to the engine."""
+    project = {path.stem for path in ROOT.glob("*.py")}
+    for name in ("data", "hardware", "memplan", "ops", "ranks", "streams"):
+        nodes = [*ast.walk(ast.parse((ROOT / f"{name}.py").read_text()))]
+        imported = {node.module for node in nodes if isinstance(node, ast.ImportFrom)}
+        for node in nodes:
+            if isinstance(node, ast.Import):
+                imported |= {alias.name for alias in node.names}
+        assert not imported & project, name
+
+
 def test_rates_belong_to_a_kernel_and_launches_to_a_host():
-    """A kernel that the profile lacks has the rates of the nearest one, and a host that it lacks the
-    launches of the first one. Catches the seconds of another kernel where its own are known."""
+    """A kernel that the profile lacks has the rates of the nearest one, and a host that it lacks
+    has the launches of the first one. Catches the seconds of another kernel where its own are known."""
     machine = hardware.load_profile("h200x2")
     assert [*machine.attention] == ["fa4", "cudnn", "flash"]
     for kernel in machine.attention:
-        assert hardware.nearest_kernel(machine, kernel) == kernel
-    assert (
-        hardware.nearest_kernel(machine) == "fa4"
-        and hardware.nearest_kernel(machine, "cpu") == "flash"
-    )
+        assert costs.nearest_kernel(machine, kernel) == kernel
+    assert costs.nearest_kernel(machine) == "fa4"
+    assert costs.nearest_kernel(machine, "cpu") == "flash"
     two = replace(machine, attention={name: machine.attention[name] for name in ("cudnn", "fa4")})
-    assert (
-        hardware.nearest_kernel(two) == "fa4" and hardware.nearest_kernel(two, "flash") == "cudnn"
-    )
+    assert costs.nearest_kernel(two) == "fa4" and costs.nearest_kernel(two, "flash") == "cudnn"
+    other = replace(machine, attention={"mine": machine.attention["fa4"]})
+    with raises(ValueError, match="kernels mine, and of none of fa4, cudnn"):
+        costs.nearest_kernel(other)
     hosts = replace(machine, launch={"first": {}, "second": {}})
     assert [hardware.nearest_host(hosts, name) for name in ("second", "third", "")] == [
         "second",
