@@ -88,7 +88,7 @@ from ranks import (
     use_more_queues,
 )
 from replay import StepMemory
-from streams import GIB, host_budget
+from streams import GIB, NO_LIMIT, host_budget
 from train import Config, Run, device_name
 
 HERE = Path(__file__).parent
@@ -259,7 +259,10 @@ def liger_kernels(model: nn.Module) -> Iterator[None]:
 
 def transformers_step(run: Run, options: list[str]) -> Step:
     """Build a step of transformers' model on one rank. With the same weights its losses are
-    those of our model, up to rounding. options: the words of the row's label after "transformers"."""
+    those of our model, up to rounding.
+
+    options: the words of the row's label after "transformers".
+    """
     from transformers import AutoModelForCausalLM
 
     bf16_weights = "bf16" in options
@@ -454,7 +457,7 @@ def peer_run(bench: Bench, cfg: Config) -> Run:
     all-to-alls NCCL sends. It is planned for unlimited memory, because whether a peer fits is
     measured."""
     cfg = replace(cfg, head_groups=1, ring=1, recompute="none", os_place="gpu")
-    run, *_ = plan_runs(bench, cfg, gpu=2.0**60)
+    run, *_ = plan_runs(bench, cfg, gpu=NO_LIMIT)
     # per_node 0: attention.make_exchange then takes NCCL rather than copies within a node
     return replace(run, plan=replace(run.plan, per_node=0))
 

@@ -85,6 +85,7 @@ from costs import (
     layer_seconds,
     lost_seconds,
     memory_of_states,
+    nearest_kernel,
     resident_bytes,
     skeletal_bytes,
     step_seconds,
@@ -93,7 +94,7 @@ from costs import (
     with_bytes,
 )
 from data import regular
-from hardware import Profile, load_profile, nearest_host, nearest_kernel, profile_files, scaled
+from hardware import Profile, load_profile, nearest_host, profile_files, scaled
 from model import MODELS, ModelConfig, divisors, param_count
 from offload import ActivationPlan
 from optim import OPTIMIZERS
@@ -907,101 +908,130 @@ def search(c, model, hardware):
 
     Raises ValueError with the broken rule if the flags are illegal, and TooLarge with the need of
     the nearest plan if no plan fits.
-
-    First the usual shapes are priced, with all states. Unusual shapes follow if a bound says that
-    they may be faster than all plans so far: each is tried with the states of the best plans. Then
-    they are tried with all other states, beginning with the shape that was fastest in the first
-    try. The number of these shapes is not limited, because a shape that is slow with the likely
-    states can be the best with other states.
     """
-    fitting, too_large = [], []  # plans
-    fastest = {}  # (tp, pp, sp) -> the least seconds per token
-    least_bytes, seconds_of_states = {}, {}  # caches for best_case and for with_state_seconds
+    found = Search(c, model, hardware)
+    usual = shapes(c, model, hardware)
+    found.price_usual(usual)
+    found.price_unusual(usual)
+    if not found.fitting:
+        raise nothing_fits(c, found.too_large, hardware)
+    return sorted(found.fitting, key=token_s)
 
-    def cannot_win(plan):
-        """Whether a plan is slower than the best one of its (tp, pp, sp), or far slower than
+
+class Search:
+    """The plans that were priced so far, and which plans are still worth a price."""
+
+    def __init__(self, c, model, hardware):
+        self.c, self.model, self.hardware = c, model, hardware
+        self.fitting = []  # plans that fit, with their seconds
+        self.too_large = []  # plans, or best cases of shapes, that do not fit
+        self.fastest = {}  # (tp, pp, sp) -> the least seconds per token
+        self.least_bytes = {}  # a cache for best_case
+        self.seconds_of_states = {}  # a cache for with_state_seconds
+
+    # -- bounds: `skip` below is one of these two
+
+    def cannot_win(self, plan):
+        """Return whether a plan is slower than the best one of its (tp, pp, sp), or far slower than
         another one."""
-        for other, seconds in fastest.items():
+        for other, seconds in self.fastest.items():
             factor = 1 + TIE if other == parallelism(plan) else PRUNE_FACTOR
             if plan.token_s > seconds * factor:
                 return True
         return False
 
-    def cannot_be_fastest(plan):
-        return plan.token_s * (1 + 1e-6) >= min(fastest.values(), default=math.inf)
+    def cannot_be_fastest(self, plan):
+        """Return whether a plan is no faster than the best plan of all."""
+        return plan.token_s * (1 + 1e-6) >= min(self.fastest.values(), default=math.inf)
 
-    def promising(shapes, skip):
+    # -- which plans to price
+
+    def promising(self, shapes, skip):
         """Return the shapes that may fit and that `skip` does not exclude, fastest first. `skip`
         judges a shape by a cheap bound, the seconds of a step that recomputes nothing. The result
         is sorted by a closer bound, best_case."""
-        shapes = sort_by_bound(hardware, shapes, with_states=False)
-        shapes = [best_case(c, shape, hardware, least_bytes) for shape in shapes if not skip(shape)]
-        too_large.extend(shape for shape in shapes if shape.step_s == math.inf)
-        return sorted((shape for shape in shapes if shape.step_s < math.inf), key=token_s)
+        cases = []
+        for shape in sort_by_bound(self.hardware, shapes, with_states=False):
+            if skip(shape):
+                continue
+            case = best_case(self.c, shape, self.hardware, self.least_bytes)
+            if case.step_s < math.inf:
+                cases.append(case)
+            else:
+                self.too_large.append(case)
+        return sorted(cases, key=token_s)
 
-    def price(plan):
-        plan = fit(c, plan, hardware)
-        if plan.step_s < math.inf:
-            fitting.append(plan)
-            before = fastest.get(parallelism(plan), math.inf)
-            fastest[parallelism(plan)] = min(plan.token_s, before)
-        else:
-            too_large.append(plan)
-        return plan.token_s
-
-    def possible_states(shape, skip):
+    def possible_states(self, shape, skip):
         """Return the plans of a shape that may fit, and that `skip` does not exclude by a lower
         bound of their seconds."""
-        plans = choose(c, [shape], [state_choices])
-        if fitting:
-            plans = with_room(c, shape, plans, hardware)
-        plans = with_state_seconds(hardware, shape, plans, seconds_of_states)
+        plans = choose(self.c, [shape], [state_choices])
+        if self.fitting:
+            plans = with_room(self.c, shape, plans, self.hardware)
+        plans = with_state_seconds(self.hardware, shape, plans, self.seconds_of_states)
         return [plan for plan in plans if not skip(plan)]
 
-    def price_states(shape, skip, tried_states=()):
+    # -- pricing
+
+    def price(self, plan):
+        """Predict a plan, and return its seconds per token, which are infinite if it does not
+        fit."""
+        plan = fit(self.c, plan, self.hardware)
+        if plan.step_s < math.inf:
+            self.fitting.append(plan)
+            before = self.fastest.get(parallelism(plan), math.inf)
+            self.fastest[parallelism(plan)] = min(plan.token_s, before)
+        else:
+            self.too_large.append(plan)
+        return plan.token_s
+
+    def price_states(self, shape, skip, tried_states=()):
+        """Price a shape with all states but those that were tried, fastest bound first, until
+        `skip` excludes the rest."""
         if skip(shape):
             return
-        plans = possible_states(shape, skip)
+        plans = self.possible_states(shape, skip)
         plans = [plan for plan in plans if states_of(plan) not in tried_states]
-        for plan in sort_by_bound(hardware, plans, with_states=True):
+        for plan in sort_by_bound(self.hardware, plans, with_states=True):
             if skip(plan):
                 break
-            price(plan)
+            self.price(plan)
 
-    # ---- usual shapes, with all states
-    usual = shapes(c, model, hardware)
-    for shape in promising(usual, cannot_win):
-        price_states(shape, cannot_win)
+    def price_usual(self, usual):
+        """Price the usual shapes with all states."""
+        for shape in self.promising(usual, self.cannot_win):
+            self.price_states(shape, self.cannot_win)
 
-    # ---- unusual shapes, with the states of the best plans, and with the best states of each p
-    usual_shapes = set(map(shape_of, usual))
-    unusual = [
-        shape
-        for shape in shapes(c, model, hardware, exhaustive=True)
-        if shape_of(shape) not in usual_shapes
-    ]
-    by_time = sorted(fitting, key=token_s)
-    likely = {states_of(plan) for plan in by_time[:LIKELY_STATES]}
-    best_of_p = {plan.factors.p: states_of(plan) for plan in by_time[::-1]}
-    likely |= set(best_of_p.values())
-    tried = []
-    for shape in promising(unusual, cannot_be_fastest):
-        if cannot_be_fastest(shape):
-            continue
-        plans = possible_states(shape, cannot_be_fastest)
-        # if none of the likely states is possible, take the last two, which have the most shards
-        plans = [plan for plan in plans if states_of(plan) in likely] or plans[-2:]
-        if plans:
-            tried_states = {states_of(plan) for plan in plans}
-            tried.append((min(map(price, plans)), len(tried), shape, tried_states))
+    def price_unusual(self, usual):
+        """Price the other shapes, if a bound says that they may be faster than all plans so far.
 
-    # ---- unusual shapes, with all other states
-    for _, _, shape, tried_states in sorted(tried, key=lambda row: row[:2]):
-        price_states(shape, cannot_be_fastest, tried_states)
+        Each of them is tried with the states of the best plans, and with the best states of each p.
+        Then they are tried with all other states, beginning with the shape that was fastest in the
+        first try. The number of these shapes is not limited, because a shape that is slow with the
+        likely states can be the best with other states.
+        """
+        usual_shapes = set(map(shape_of, usual))
+        unusual = [
+            shape
+            for shape in shapes(self.c, self.model, self.hardware, exhaustive=True)
+            if shape_of(shape) not in usual_shapes
+        ]
+        by_time = sorted(self.fitting, key=token_s)
+        best_of_p = {plan.factors.p: states_of(plan) for plan in reversed(by_time)}
+        likely = {states_of(plan) for plan in by_time[:LIKELY_STATES]} | set(best_of_p.values())
 
-    if not fitting:
-        raise nothing_fits(c, too_large, hardware)
-    return sorted(fitting, key=token_s)
+        tried = []  # (seconds per token, shape, states)
+        for shape in self.promising(unusual, self.cannot_be_fastest):
+            if self.cannot_be_fastest(shape):
+                continue
+            plans = self.possible_states(shape, self.cannot_be_fastest)
+            # if none of the likely states is possible: the last two, which have the most shards
+            plans = [plan for plan in plans if states_of(plan) in likely] or plans[-2:]
+            if plans:
+                tried_states = {states_of(plan) for plan in plans}
+                tried.append((min(map(self.price, plans)), shape, tried_states))
+
+        for _, shape, tried_states in sorted(tried, key=lambda row: row[0]):
+            self.price_states(shape, self.cannot_be_fastest, tried_states)
 
 
 def nothing_fits(c, too_large, hardware):
@@ -1252,11 +1282,10 @@ def plan_traffic(plan):
 
     for kind, op, ranks, inner, earlier, last in plan.collectives:
         nbytes = param_count(model) * e * (1 / inner - 1 / ranks)  # of all shards together
-        times = earlier * (micro_batches - 1) + last
+        times = (micro_batches - 1 if earlier else 0) + (1 if last else 0)
+        # gathers run in forward and in backward; an all-reduce reduces, then gathers
         if kind == "param_gather" or op == "all_reduce":
-            times *= (
-                2  # gathers run in forward and in backward. An all_reduce reduces, then gathers
-            )
+            times *= 2
         yield Traffic(kind, ranks, inner, times * nbytes)
 
     q, kv = plan.q_kv_widths
@@ -1499,16 +1528,16 @@ def non_default_flags(values):
 
 
 def rates_in_words(hardware: Hardware) -> str:
-    """Say which kernel's seconds and which host's launches a prediction uses."""
+    """Say which kernel's rates and which host's launches a prediction uses."""
     kernel = nearest_kernel(hardware.profile, hardware.kernel)
-    attention = f"attention takes the seconds of {kernel}"
+    attention = f"Attention is predicted by the rates of kernel {kernel}"
     if hardware.kernel not in ("auto", kernel):
         attention += f", because the profile has none of {hardware.kernel}"
     host = nearest_host(hardware.profile, hardware.processor)
-    launches = f"launches take those of {host}"
+    launches = f"Launches were measured on {host}"
     if hardware.processor not in ("", host):
-        launches = f"launches were measured on {host}, and this host is {hardware.processor}"
-    return f"{attention}; {launches}"
+        launches += f", and this host is {hardware.processor}"
+    return f"{attention}. {launches}."
 
 
 def table(header: list[str], rows: list[list[str]]) -> str:
@@ -1624,8 +1653,8 @@ def describe_limits(c, hardware, best):
         name: {"profile": scaled(hardware.profile, "", **{rate: 1000.0})}
         for name, rate in rates.items()
     }
-    lifted["GPU memory"] = {"gpu_budget": 2.0**60}
-    lifted["host memory"] = {"host_budget": 2.0**60}
+    lifted["GPU memory"] = {"gpu_budget": NO_LIMIT}
+    lifted["host memory"] = {"host_budget": NO_LIMIT}
     gains = sorted(
         (
             (1 - fit(c, best, replace(hardware, **limit)).token_s / best.token_s, name)

@@ -127,13 +127,16 @@ def test_planner_says_whose_seconds_it_uses():
     """A plan says which kernel's seconds and which host's launches it is predicted by, and where
     these are not the ones that run. Catches a plan that is timed by another kernel in silence."""
     asked = "--model 1b --ranks 1 --seq 128K --batch 1 --cluster h100x1 --top 1"
-    recorded = "those of a host whose processor was not recorded"
+    recorded = "a host whose processor was not recorded"
     for flags, said in (
-        ("", f"attention takes the seconds of fa4; launches take {recorded}"),
-        ("--attention cudnn", f"attention takes the seconds of cudnn; launches take {recorded}"),
-        ("--attention flash", "of cudnn, because the profile has none of flash"),
-        ("--document-token 3", "attention takes the seconds of fa4;"),
-        ("--document-token 3 --cluster h200x8", "attention takes the seconds of fa4;"),
+        ("", f"rates of kernel fa4. Launches were measured on {recorded}"),
+        ("--attention cudnn", f"rates of kernel cudnn. Launches were measured on {recorded}"),
+        ("--attention flash", "kernel cudnn, because the profile has none of flash"),
+        ("--document-token 3", "Attention is predicted by the rates of kernel fa4."),
+        (
+            "--document-token 3 --cluster h200x8",
+            "Attention is predicted by the rates of kernel fa4.",
+        ),
     ):
         assert said in ask(f"{asked} {flags}"), flags
     found = [
@@ -143,8 +146,8 @@ def test_planner_says_whose_seconds_it_uses():
     assert found[1]["step_s"] > 1.1 * found[0]["step_s"]
     there = planner.Hardware(1, 1, hardware.load_profile("h100x1"), processor="My CPU 9000")
     assert planner.rates_in_words(there).endswith(
-        "launches were measured on a host whose processor was not recorded, and this host is "
-        "My CPU 9000"
+        "Launches were measured on a host whose processor was not recorded, and this host is "
+        "My CPU 9000."
     )
     # of kernels that take documents; cudnn takes none
     question = planner.PlannerFlags(document_token=3)
@@ -156,7 +159,7 @@ def test_planner_says_whose_seconds_it_uses():
 
 
 def test_ties_spare_host_memory():
-    """Of plans that tie in time, one that needs no host memory is chosen, although more ranks share a
+    """Of plans that tie in time, one without host memory is chosen, although more ranks share a
     sequence. Catches a plan that fills the host for less than a tie's difference."""
     flags = "--model 7b --ranks 8 --seq 128K --os-place gpu --cluster a800 --json --top 2"
     first, second = json.loads(ask(flags))["plans"]
