@@ -796,7 +796,7 @@ class Ring:
         """Yield (kv, queries, keys) for each step after the first.
 
         kv: k and v (2, B, T/R, h, D) of another rank. queries, keys: the rectangle, as slices of
-        tokens. Queries are this rank's, and keys are those of kv that they attend to.
+        tokens. The queries are those of this rank. They attend to the keys, which are a part of kv.
         kv_transfer: what `send_kv` has returned. The next step's transfer is launched before a step
         is yielded.
         """

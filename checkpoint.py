@@ -609,7 +609,7 @@ def prepare_out(out: Path, resumed: Checkpoint | None, trains: bool) -> None:
     """
     for unfinished in out.glob("step-*.tmp"):
         if unfinished.is_symlink():
-            unfinished.unlink()  # the link, not what it leads to
+            unfinished.unlink()  # remove the link, and keep the folder that it points to
         else:
             shutil.rmtree(unfinished)
 

@@ -235,7 +235,7 @@ class SavedLayer:
                                                 tensors are by then
 
         A tensor that two operators save is stored twice. half: "pre" or "post". Raises ValueError
-        if the block changes in place what was saved.
+        if the block changes a saved tensor in place.
         """
         # autograd's graph holds `pack` and `unpack`, and this layer holds the graph. Such a cycle,
         # through C++, is never collected, so the hooks must not hold the layer
@@ -660,8 +660,8 @@ class ChunkedLayers:
 
         backward_fn = None
         if for_backward:
-            # the name "" gives the block itself, which is no matrix. Then no product is skipped
-            unread = block.get_submodule(self.unread_product[block])
+            name = self.unread_product[block]
+            unread = block.get_submodule(name) if name else None
             with recomputation(unread):
                 backward_fn, outputs = run_detached(self.root, fn, *inputs)
         elif j < saved.num_saved:
@@ -789,8 +789,9 @@ class ChunkedLayers:
         needed = buffer_bytes(saved.tensors)
         if needed != len(host_buffer):
             raise ValueError(
-                f"layer {self.first + i} saved {needed:,} bytes, but {len(host_buffer):,} bytes when it "
-                "ran on tensors without data: the shapes of what a block saves must not depend on data"
+                f"layer {self.first + i} saved {needed:,} bytes, but {len(host_buffer):,} bytes "
+                "when it ran on tensors without data: the shapes of what a block saves must not "
+                "depend on data"
             )
         saved.on_host = carve(host_buffer, saved.tensors)
         # the host buffer may be overwritten: compute has waited for the prefetch that read it last

@@ -519,8 +519,7 @@ def recomputation(unread_product: nn.Module | None):
     """Run a forward pass again inside this context, to get gradients of its inputs and weights.
 
     unread_product: the matrix whose product nobody reads, as the function `unread_product` returns
-    it. Its product is not computed. If it is None, or no matrix of this block, all products are
-    computed.
+    it. Its product is not computed. None: all products are computed.
     """
     outer = _mode.recomputing, _mode.unread_product
     _mode.recomputing = True

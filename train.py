@@ -163,73 +163,75 @@ class Config(Constraints):
 
     # fmt: off
     model: str = flag(
-        "auto", "model to train; auto: tiny on a CPU, 7b on GPUs, or the model that --init imports",
+        "auto", "Model to train. auto: tiny on a CPU, 7b on GPUs, or the model that --init "
+        "imports.",
         among=("auto", *MODELS), group="model, data and schedule")
     init: str = flag(
-        "random", "first weights: random, or hf:DIR, a Hugging Face folder of Llama, Mistral, "
-        "Qwen2, Qwen2.5 or Qwen3 in safetensors. A resumed run does not need DIR")
+        "random", "First weights: random, or hf:DIR, a Hugging Face folder of Llama, Mistral, "
+        "Qwen2, Qwen2.5 or Qwen3 in safetensors. A resumed run does not need DIR.")
     rope_scaling: str = flag(
-        "", "let the rotary embedding reach longer sequences than the model was trained on. "
+        "", "Let the rotary embedding reach longer sequences than the model was trained on. "
         "linear:FACTOR, llama3:FACTOR and yarn:FACTOR multiply the length that it reaches; a model "
-        "that has one of these kinds keeps that kind. theta:BASE sets another base")
+        "that has one of these kinds keeps that kind. theta:BASE sets another base.")
     data: str = flag(
-        "stdlib", "stdlib (the sources of Python's library), a text file, a .bin file of token "
-        "ids, or a folder of texts or of .bin files, of which val.bin is for validation. Without "
-        "--tokenizer the bytes of a text are its tokens. Ids have 2 bytes each, unless "
+        "stdlib", "Training data: stdlib (the sources of Python's library), a text file, a .bin "
+        "file of token ids, or a folder of texts or of .bin files, of which val.bin is for "
+        "validation. Without --tokenizer the bytes of a text are its tokens. Ids have 2 bytes "
+        "each, unless "
         'FILE.bin.json says otherwise: {"token_bytes": 4, "ignore": 0} means 4 bytes each, and '
-        "that token 0 is never a label")
+        "that token 0 is never a label.")
     seq: int | None = flag(
-        None, "tokens per sequence; auto: 256 for tiny, else 4096", 1, 2**40)
+        None, "Tokens per sequence. auto: 256 for tiny, else 4096.", 1, 2**40)
     steps: int = flag(
-        200, "steps of the whole run, including those before a resume. 0: initialise, save and "
-        "export; with --eval-every 1 also evaluate, but do not save", 0, 2**40)
+        200, "Steps of the whole run, including those before a resume. 0: initialise, save and "
+        "export; with --eval-every 1 also evaluate, but do not save.", 0, 2**40)
     lr: float | None = flag(
-        None, "peak learning rate; auto: 3e-3 for tiny, 6e-4 for 160m, 2e-5 with --init, else 3e-4",
-        0, 1e30)
+        None, "Peak learning rate. auto: 3e-3 for tiny, 6e-4 for 160m, 2e-5 with --init, else "
+        "3e-4.", 0, 1e30)
     min_lr: float = flag(
-        0.1, "final learning rate as a fraction of --lr. The decay ends at the --steps of the "
-        "first command; a resumed run with more steps stays at this rate", 0, 1)
+        0.1, "Final learning rate as a fraction of --lr. The decay ends at the --steps of the "
+        "first command. A resumed run with more steps stays at this rate.", 0, 1)
     warmup: int | None = flag(
-        None, "steps of linear warm-up; auto: a quarter of the first command's --steps, at most "
-        "500", 0, 2**40)
-    weight_decay: float = flag(0.1, "weight decay of matrices; norms and biases have none", 0)
+        None, "Steps of linear warm-up. auto: a quarter of the first command's --steps, at most "
+        "500.", 0, 2**40)
+    weight_decay: float = flag(0.1, "Weight decay of matrices. Norms and biases have none.", 0)
     clip: float = flag(
-        1.0, "largest global norm of the gradient; a larger gradient is scaled down to it. "
-        "0: no clipping", 0, 1e30)
-    seed: int = flag(0, "seed of random weights and of the order of the data", 0, 2**31 - 1)
+        1.0, "Largest global norm of the gradient. A larger gradient is scaled down to it. "
+        "0: no clipping.", 0, 1e30)
+    seed: int = flag(0, "Seed of random weights and of the order of the data.", 0, 2**31 - 1)
     device: str = flag(
-        "auto", "where to train; auto: on GPUs if there are any, else on the CPU",
+        "auto", "Where to train. auto: on GPUs if there are any, else on the CPU.",
         among=("auto", "cpu", "cuda"), group="machine")
     dtype: str = flag(
-        "auto", "dtype of weights and activations; auto: bf16 on GPUs, fp32 on a CPU",
+        "auto", "Dtype of weights and activations. auto: bf16 on GPUs, fp32 on a CPU.",
         among=("auto", *DTYPES))
     memplan: str = flag(
         "off", "on: plan the addresses of a step's tensors once. On one GPU that holds all model "
         "states and all activations, a step also becomes a CUDA graph. Python does not run in such "
-        "a step, so your changes to it must not depend on the step or wait for the GPU",
+        "a step, so your changes to it must not depend on the step or wait for the GPU.",
         among=("off", "on"))
     timeout: float = flag(
-        600.0, "seconds that a collective waits for a rank before the run fails", 1, 1e9)
-    dry_run: bool = flag(False, "print the best plans with their memory, and end without training")
+        600.0, "Seconds that a collective waits for a rank before the run fails.", 1, 1e9)
+    dry_run: bool = flag(False, "Print the best plans with their memory, and end without training.")
     out: str = flag(
-        "out", "folder for checkpoints, log.jsonl and loss.png, which draws the loss by step and "
-        "by position", group="files and checkpoints")
+        "out", "Folder for checkpoints, log.jsonl and loss.png, which draws the loss by step and "
+        "by position.", group="files and checkpoints")
     eval_every: int = flag(
-        0, "steps between evaluations; 0: only at the end; -1: never", -1, 2**40)
+        0, "Steps between evaluations. 0: only at the end. -1: never.", -1, 2**40)
     save_every: int = flag(
-        0, "steps between checkpoints; 0: only at the end or when the run is stopped; -1: never",
+        0, "Steps between checkpoints. 0: only at the end or when the run is stopped. -1: never.",
         -1, 2**40)
-    keep: int = flag(2, "number of checkpoints to keep; older ones are deleted")
+    keep: int = flag(2, "Number of checkpoints to keep. Older ones are deleted.")
     save_async: bool = flag(
-        False, "copy the model states to host memory, and write the checkpoint from there while "
-        "the next steps run")
+        False, "Copy the model states to host memory, and write the checkpoint from there while "
+        "the next steps run.")
     resume: str = flag(
-        "never", "never, latest, auto (latest if there is one), or the folder of a checkpoint to "
-        "continue from; --resume without a value means latest. The run keeps its flags, except "
-        "those that this command gives")
+        "never", "Checkpoint to continue from: never, latest, auto (latest if there is one), or a "
+        "folder. --resume without a value means latest. The run keeps its flags, except those that "
+        "this command gives.")
     export: str = flag(
-        "", "folder for a Hugging Face checkpoint of the final weights in --dtype, with tokenizer "
-        "and license. Its architecture is the imported model's, or Llama without an import")
+        "", "Folder for a Hugging Face checkpoint of the final weights in --dtype, with tokenizer "
+        "and license. Its architecture is the imported model's, or Llama without an import.")
     # fmt: on
 
     def __post_init__(self):
@@ -659,8 +661,8 @@ def print_plan(run: Run, other_plans: Sequence[costs.Plan] = ()) -> None:
     """Print what the plan chooses. On a GPU or in a dry run, also print the predicted time and
     memory of this plan and of others."""
     print0(
-        f"plan: {planner.in_words(run.plan)} (batch: data-parallel ranks x micro-batches per rank x "
-        "sequences per micro-batch)"
+        f"plan: {planner.in_words(run.plan)} (batch: data-parallel ranks x micro-batches per rank "
+        "x sequences per micro-batch)"
     )
     if run.device.type == "cuda" or run.cfg.dry_run:
         print0(planner.describe_plans([run.plan, *other_plans], run.hardware))

@@ -31,8 +31,8 @@ import torch
 
 import memplan
 from bench import as_text
-from costs import Plan, predict
-from hardware import Profile, find_profile, nearest_kernel
+from costs import Plan, nearest_kernel, predict
+from hardware import Profile, find_profile
 from model import MODELS
 from offload import ActivationPlan
 from shard import STREAMS, Factors
@@ -90,9 +90,9 @@ four sequences where the file says --batch 4. The labels say:
 
 All peers take our number of micro-batches. Three notes:
 
-* The step of a million tokens is the first and only one of a run of train.py, with the compilers'
-  caches filled. 10 s of it are first uses of kernels. 13 s are due to the lower clock at which the
-  attention kernel runs in a step, because the GPU reaches its power limit. The file says more.
+* The step of a million tokens is the first and only one of a run of train.py. The compilers' caches
+  were filled before. The first uses of kernels take 10 s of the step. Another 13 s are lost because
+  the GPU reaches its power limit and lowers its clock while attention runs. The file says more.
 * On four H200s at 128K tokens our row runs layers whole. It takes 12% longer than predicted, and 9%
   longer than an older run in chunks. We do not know why yet.
 * The measurement of two H100s at 64K tokens was stopped before all of its rows were done.""",
@@ -100,9 +100,9 @@ All peers take our number of micro-batches. Three notes:
 Ulysses), or by context (a ring). With *nodes=2* the two GPUs reach each other only by sockets over
 loopback. There, a ring sends the keys and values of llama3-8b, each a quarter as large as its
 queries, and attention hides this. Ulysses' all-to-alls send everything, and nothing hides them.""",
-    "offload": """7B with optimizer states on the host (75 GiB). They visit the GPU for the update,
-either during the next forward, or in the open, which means that computation waits. Where they fit,
-a row with the states on the GPU is beside them. Short sequences cannot hide 12 bytes per parameter
+    "offload": """7B with optimizer states on the host (75 GiB). They stream through the GPU for
+the update, either during the next forward, or exposed, which means that computation waits. Where
+they fit, a row with the states on the GPU stands beside them. Short sequences cannot hide 12 bytes per parameter
 to the GPU and 12 back.""",
     "plans": """The planner's best plan for each tp, pp and sp. Here tp and pp are 1, so there is
 one row per sp. On two H100s the planner predicts the order of the two, but both take longer than it
@@ -229,8 +229,8 @@ All of the papers' choices fit. The choice for 7B is the best or ties with it, a
 * *13B*: p = 1 fits here, because a layer keeps 22.8 bytes per token and unit of width. With the 34
   bytes that InternEvo counts, it would need 9 GiB more and would not fit.
 * *30B* on 1024 GPUs: by the profile, all-gathers of weights over 8 nodes hide under computation.
-  The profile's rates are those of the wires, with NCCL's latencies. The paper's ZeRO-3 falls to 4%
-  of MFU (below), so its gathers across nodes were much slower than that.
+  The profile has the bandwidth of the wires and the latencies of NCCL. The paper's ZeRO-3 falls to
+  an MFU of 4 % (below), so its gathers across nodes were much slower than the profile says.
 * *InternEvo*: fewer ranks per sequence have room for all skeletal activations, again with 22.8
   bytes instead of 34. If layers swap, a sequence fits 8 ranks of one node, whose all-to-alls cross
   no NIC.""",
@@ -296,9 +296,9 @@ hand. Questions K are of the tables offload, long, plans and ring.
 * *Held out*: settings that were chosen before measuring, and measured once, when the model of
   seconds was done. The table below shows them. Two corrections came later, before anything was
   measured on an H100. The first is a cast of whole gradients, in the seconds. The second concerns
-  the bytes: those of layers that run whole, and those of q, k, v, o, a chunk's products and a
-  kernel's sums, which were counted twice. Before, two of the held-out settings were predicted 7.6
-  and 3.3 % too large in bytes. Now no row is off by 1 %.
+  the bytes of layers that run whole, and of q, k, v, o, a chunk's products and a kernel's sums. They
+  were counted twice. Before, the predicted bytes of two held-out settings were 7.6 % and 3.3 % too
+  large. Now no row is off by 1 %.
 * *Seen before*: settings that were measured before the model of seconds was done. Only the picture
   shows them.
 * *Network or kernel not measured*: settings that ran where the profile has an assumed network, or

@@ -90,7 +90,7 @@ def test_data_token_files(width, most, said, of_val, vocab, message, tmp_path):
 
 
 def test_data_tokenised_text(tmp_path, capsys):
-    """Ids of text are those of transformers' own tokenizer, with an end token after each text.
+    """Text gets the token ids that transformers gives it, and an end token after each file.
 
     Files are read in parts, some are empty, and there are many. A line that a part cuts loses
     nothing. Catches text that is lost or cut, and the ids of another tokenizer.

@@ -402,7 +402,7 @@ def simulate_step(plan: costs.Plan) -> tuple[list[memplan.Lifetime], float, floa
     dist.init_process_group("fake", rank=0, world_size=plan.ranks, store=FakeStore())
     with as_on_a_gpu(one_kernel), FakeTensorMode(allow_non_fake_inputs=True), NoteBirths():
         *_, step = built(run, as_on_gpus=True)
-        step()  # what is alive after it lasts between steps
+        step()  # tensors that are alive after a step stay alive between steps
         lasting = sum(size for size, _ in alive.values())
         first = next(clock)
         step()
