@@ -7,7 +7,8 @@ computes: `mask.heads` says so. On a ring, `mask.heads` is unknown for some bloc
 
 To use it, copy both functions and the row into attention.py below KERNELS, or write `import
 examples.alibi` in train.py. Then train with `--attention alibi` on a CPU. The empty tuple in the
-row says that the kernel runs on no GPU: to allow GPUs, list their CUDA major versions there.
+row says that the kernel runs on no GPU. To allow GPUs, list their major compute capabilities,
+such as 9 for an H100.
 """
 
 import torch
