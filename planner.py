@@ -915,6 +915,7 @@ def search(c, model, hardware):
     found.price_unusual(usual)
     if not found.fitting:
         raise nothing_fits(c, found.too_large, hardware)
+    found.price_whole_layers()
     return sorted(found.fitting, key=token_s)
 
 
@@ -1032,6 +1033,19 @@ class Search:
 
         for _, shape, tried_states in sorted(tried, key=lambda row: row[0]):
             self.price_states(shape, self.cannot_be_fastest, tried_states)
+
+    def price_whole_layers(self):
+        """If the best plan runs each layer in one chunk, price it with whole layers, too.
+
+        The two often tie, and then `preference` takes whole layers. Without this, a bound may have
+        skipped them, and the printed command, which has a few plans only, would choose them.
+        """
+        best, *_ = best_per_parallelism(sorted(self.fitting, key=token_s))
+        if best.recompute == "none" or best.chunks > 1:
+            return
+        for mode in activation_modes(self.c, best):
+            if mode["recompute"] == "none":
+                self.price(replace(best, activations=None, **mode))
 
 
 def nothing_fits(c, too_large, hardware):

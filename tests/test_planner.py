@@ -293,7 +293,8 @@ def first_plan(
 
 
 @slow
-@parametrize("seed", range(100 if MANY else 20))
+# seed 52: its best plan runs layers in one chunk, and ties with whole layers
+@parametrize("seed", range(100) if MANY else [*range(20), 52])
 def test_a_flag_by_hand_finds_nothing_better(seed):
     """No flag that is given by hand makes a question's answer faster, or finds one where without it
     nothing fits. No plan is over memory, and its command plans back to it. Catches choices that the
