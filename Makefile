@@ -20,9 +20,10 @@ lint: .venv/ready
 	.venv/bin/ruff format --check
 	.venv/bin/ruff check
 
-# The tests run in two halves at once, which end together. The half with the cases of many ranks and
-# with simulated steps makes way for the other one, some of whose tests wait for a few seconds only.
-MANY_RANKS := equals_one_process or resumed_under or counted_memory
+# The tests run in two halves at once, which end together. The first half has the cases of many ranks
+# and simulated steps, and for balance the race checker and the planner's random questions. It makes
+# way for the other half, some of whose tests wait for a few seconds only.
+MANY_RANKS := equals_one_process or resumed_under or counted_memory or flag_by_hand or test_streams
 test: lint
 	@echo "make test takes about 12 minutes on two idle cores. It runs two halves at once: each line begins"
 	@echo "with its half, and ends with how much of that half is done."
