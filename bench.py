@@ -69,7 +69,7 @@ import costs
 import planner
 import train
 from attention import KERNELS, Attention, pick_kernel, why_not
-from hardware import profile_text
+from hardware import processor_name, profile_text
 from hf import export_config
 from measure import Machine
 from memplan import write_plan
@@ -1346,6 +1346,7 @@ def main() -> None:
 
     about = {
         "hardware": hardware,
+        "processor": processor_name(),
         "versions": versions(),
         "commit": commit(),
         "command": f"{launcher} bench.py {command}",

@@ -21,8 +21,8 @@ a profile by its name, and `find_profile` by the name of a GPU. For a GPU withou
 rates of an H200 are multiplied by ratios of the data sheets.
 
 The rates of attention depend on the kernel, so a profile has one table per attention kernel. The
-seconds that the host takes to launch a layer's kernels depend on the host's processor, so a profile
-has them by the name of the processor. Predictions say which kernel and which host they are for.
+seconds that the host takes to launch kernels depend on the host's processor, so a profile has them
+by the name of the processor. Predictions say which kernel and which host they are for.
 
 Left out: congestion by other users, temperatures, GPUs of one machine that differ.
 """
@@ -44,6 +44,9 @@ PROFILES = Path(__file__).parent / "results" / "profiles"
 PRODUCTS = ("forward", "input_grad", "weight_grad", "weight_grad_sum")
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "broadcast", "all_to_all")
 PASSES = ("forward", "backward")
+# what a host launches: a layer's kernels, and those of one head group of attention with its
+# all-to-alls
+LAUNCHES = (*PASSES, "head group forward", "head group backward")
 OVERLAPS = ("collectives", "all_to_all")
 Points = list[list[float]]  # each [size, rate] or [tokens, width, rate], in ascending order
 
@@ -69,7 +72,7 @@ class Profile:
     optimizer: float  # bytes/s read and written by the optimizer's update on the GPU
     to_host: float  # bytes/s of copies to the host, while all GPUs of a node copy
     state_streaming: float  # bytes/s each way of optimizer states that stream through the GPU
-    launch: dict[str, dict[str, float]]  # by processor and by PASSES: seconds to launch a layer
+    launch: dict[str, dict[str, float]]  # by processor and by LAUNCHES: seconds
     collectives: dict[str, dict[str, Points]]  # by operation and mesh "8x4": [bytes, bytes/s]
     # by OVERLAPS: two factors, by which computation and communication take longer while both run.
     # "collectives": all-gathers and reduce-scatters while layers run. "all_to_all": all-to-alls
@@ -263,9 +266,9 @@ def check_profile(profile: Profile) -> None:
     for host, seconds in profile.launch.items():
         if not isinstance(seconds, dict):
             raise ValueError(
-                f"launch {host} {seconds}: the seconds of a host, forward and backward"
+                f"launch {host} {seconds}: the seconds of a host for each of {', '.join(LAUNCHES)}"
             )
-        tables += [(f"launch {host} {kind}", 1, [[seconds[kind]]]) for kind in PASSES]
+        tables += [(f"launch {host} {kind}", 1, [[seconds[kind]]]) for kind in LAUNCHES]
 
     tables += [(f"products {kind}", 3, profile.products[kind]) for kind in PRODUCTS]
     for kernel, rates in profile.attention.items():
@@ -354,9 +357,10 @@ def add_network(profile, per_node):
     """Return a profile that also has rates of the network, for nodes of `per_node` GPUs.
 
     A profile measured on one GPU has none. It takes the network's rates from an H200's profile,
-    scaled by the data sheets. If per_node > 1, it also takes the rates of copies to the host and
-    the host's memory, because the GPUs of a node share them. A profile that has a network is
-    returned as it is.
+    scaled by the data sheets. Launching a head group takes at least as long as there, because one
+    GPU launches no all-to-alls. If per_node > 1, the profile also takes the rates of copies to the
+    host and the host's memory, because the GPUs of a node share them. A profile that has a network
+    is returned as it is.
     """
     if any(profile.collectives.values()):
         return profile
@@ -369,4 +373,9 @@ def add_network(profile, per_node):
     all_sources = f"{own}; {', '.join(names)} {shared.sources['all']}"
     sources = profile.sources | dict.fromkeys(names, shared.sources["all"]) | {"all": all_sources}
     rates = {name: getattr(shared, name) for name in names}
+    rates["launch"] = {}
+    for host, seconds in profile.launch.items():
+        with_all_to_alls = shared.launch[nearest_host(shared, host)]
+        longer = {kind: max(seconds[kind], with_all_to_alls[kind]) for kind in LAUNCHES[2:]}
+        rates["launch"][host] = seconds | longer
     return replace(profile, **rates, sources=sources)

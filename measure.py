@@ -10,7 +10,7 @@ results/profiles/NAME.json. Each measurement is one method:
     collective_rates    bytes/s of collectives, by bytes and mesh (see hardware.py)
     update_rate         bytes/s of the update, with optimizer states on the GPU or on the host
     copy_rate           bytes/s of copies to the host
-    launch_seconds      seconds that the host takes to launch a layer's kernels
+    launch_seconds      seconds that the host takes to launch a layer, and a head group of attention
     overlap_factors     how much computation and communication slow down each other
     memory_rate         bytes/s of the element-wise kernels between products, launches included
 
@@ -36,11 +36,11 @@ import torch
 import torch.distributed as dist
 
 import costs
-from attention import Attention, Exchange, gpus_reach_each_other
+from attention import Attention, Exchange, gpus_reach_each_other, make_exchange
 from hardware import (
     COLLECTIVES,
+    LAUNCHES,
     OVERLAPS,
-    PASSES,
     PRODUCTS,
     Profile,
     peak_flops,
@@ -123,6 +123,11 @@ class Machine:
         )
         return replace(profile, memory=self.memory_rate(profile))
 
+    def synchronize(self):
+        """Wait until the GPU has done all work."""
+        if self.gpu:
+            torch.cuda.synchronize()
+
     def time(self, fn):
         """Return the seconds per call of fn when it is called many times back to back.
 
@@ -135,8 +140,7 @@ class Machine:
             start = time.perf_counter()
             for _ in range(calls):
                 fn()
-            if self.gpu:
-                torch.cuda.synchronize()
+            self.synchronize()
             # gather_objects waits for all ranks, so all of them start the next round together
             seconds = max(gather_objects(time.perf_counter() - start))
             if round_number == 1:
@@ -254,15 +258,21 @@ class Machine:
         return on_gpu.nbytes / self.time(lambda: on_host.copy_(on_gpu, non_blocking=True))
 
     def launch_seconds(self):
-        """Return the seconds that the host takes to launch a layer's forward and backward.
+        """Return the seconds that the host takes to launch kernels, by hardware.LAUNCHES.
+
+        On a CPU, the seconds of an operator include its launch, so launches count as nothing.
+        """
+        if not self.gpu:
+            return dict.fromkeys(LAUNCHES, 1e-9)
+        return dict(zip(LAUNCHES, self.layer_launches() + self.head_group_launches()))
+
+    def layer_launches(self):
+        """Return the seconds that the host takes to launch a layer's forward and its backward.
 
         The model is so small that the GPU waits for the host. Whole micro-batches run, and
         shard.States launches its own kernels in them, as in training. We take the mean and not the
-        minimum, because the delays of the host add up in a step. On a CPU, the seconds of an
-        operator include its launch, so launches count as nothing.
+        minimum, because the delays of the host add up in a step.
         """
-        if not self.gpu:
-            return dict.fromkeys(PASSES, 1e-9)
         layers, micro_batches = 24, 4
         model = self.make_model(layers, 256)
         states = States(model, self.device, self.dtype, micro_batches=micro_batches)
@@ -279,7 +289,39 @@ class Machine:
             moments.append([start, middle, time.perf_counter()])
         warm = moments[2 * micro_batches :]  # two steps warm up
         seconds = np.diff(warm).mean(0)  # of forward and backward
-        return dict(zip(PASSES, (seconds / layers).tolist()))
+        return (seconds / layers).tolist()
+
+    def head_group_launches(self):
+        """Return the seconds that the host takes to launch one head group of attention, in forward
+        and in backward.
+
+        A group launches its all-to-alls among the GPUs of the node, and its kernel. The sequence is
+        so short that the GPU waits for the host. A call has 2 or 8 groups, and the 6 groups more
+        tell the seconds of one. The slowest rank's seconds count.
+        """
+        groups = Groups()
+        exchange = make_exchange(groups, self.per_node, CommStream(self.device), self.per_node)
+        few, many = (
+            self.attention_launches(Attention(self.kernels[0], n, exchange)) for n in (2, 8)
+        )
+        seconds = ((many - few) / 6).clip(1e-9)  # positive in spite of timing noise
+        return np.max(gather_objects(seconds), axis=0).tolist()
+
+    def attention_launches(self, op):
+        """Return the mean seconds that the host takes to launch op's forward and its backward, on 8
+        heads of head width 128 per rank."""
+        q, k, v, do = (self.random(1, 128, 8 * op.exchange.ranks, 128) for _ in range(4))
+        moments = []  # per call: the seconds of forward and of backward
+        for _ in range(30):
+            start = time.perf_counter()
+            o, lse = op.forward(q, k, v)
+            forward = time.perf_counter() - start
+            self.synchronize()  # a pass begins with no work in the queue
+            start = time.perf_counter()
+            op.backward(lambda: (do, []), q, k, v, o, lse)
+            moments.append([forward, time.perf_counter() - start])
+            self.synchronize()
+        return np.mean(moments[5:], axis=0)  # five calls warm up
 
     def collective_rates(self):
         """Return bytes/s of collectives by operation and mesh, as points [bytes, bytes/s].

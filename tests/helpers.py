@@ -123,7 +123,7 @@ def round_machine(inside=1e30, across=1e30, **changes) -> hardware.Profile:
             "host_bytes": 2.0**50,
             "products": {kind: [[1, 1, 1e14]] for kind in hardware.PRODUCTS},
             "attention": {"fa4": {"forward": [[1, 1e14]], "backward": [[1, 1e14]]}},
-            "launch": {"a host": {"forward": 1e-9, "backward": 1e-9}},
+            "launch": {"a host": dict.fromkeys(hardware.LAUNCHES, 1e-9)},
             "collectives": {
                 op: {"8x1": [[1, inside]], "8x2": [[1, across]]} for op in hardware.COLLECTIVES
             },

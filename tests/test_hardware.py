@@ -31,9 +31,16 @@ def test_profiles_between_points_and_at_their_ends():
         ('"memory": 0.0', "memory .*0.0.*positive numbers"),
         ('"to_host": NaN', "to_host .*nan.*positive"),
         ('"per_node": "fast"', "per_node .*fast.*positive"),
-        ('"launch": {"x": {"forward": 1, "backward": -1}}', "launch x backward .*-1.*positive"),
+        (
+            '"launch": {"x": {"forward": 1, "backward": -1, "head group forward": 1, '
+            '"head group backward": 1}}',
+            "launch x backward .*-1.*positive",
+        ),
         ('"launch": {"x": {"forward": 1}}', "is no profile.*backward"),
-        ('"launch": {"forward": 1, "backward": 1}', "launch forward 1: the seconds of a host"),
+        (
+            '"launch": {"forward": 1, "backward": 1}',
+            "launch forward 1: the seconds of a host for each of forward, backward, head",
+        ),
         ('"launch": {}', "at least one host"),
         ('"names": 1', "is no profile.*names"),
         ('"products": {"forward": [[1, 1, 1]]}', "input_grad"),
@@ -164,6 +171,8 @@ def measured_profile_worker():
     fast = replace(measured, memory=math.inf)
     assert machine.memory_rate(fast) == approx(1e6)
     assert [*measured.collectives["all_gather"]] == ["2x1"]
+    forward, backward = machine.head_group_launches()  # as on GPUs, with all-to-alls
+    assert 1e-6 < forward < 1 and 1e-6 < backward < 1
 
 
 @slow

@@ -76,7 +76,7 @@ NODES = "--ranks 16 --batch 16 --seq 4K --micro-batch 1 --sp 1 --recompute none 
         # up to 8K tokens run together
         ({}, "--seq 2K --batch 128 --p 1 --os 1 --recompute none", "sp=1 micro_batch=4 dp=8"),
         (  # and 32K where the host launches a layer more slowly than a GPU computes 8K
-            {"launch": {"a host": {"forward": 1.0, "backward": 1.0}}},
+            {"launch": {"a host": dict.fromkeys(hardware.LAUNCHES, 1.0)}},
             "--seq 2K --batch 128 --p 1 --os 1 --recompute none",
             "sp=1 micro_batch=16 dp=8",
         ),
@@ -131,7 +131,11 @@ def test_planner_says_whose_seconds_it_uses():
     for flags, said in (
         ("", f"rates of kernel fa4. Launches were measured on {recorded}"),
         ("--attention cudnn", f"rates of kernel cudnn. Launches were measured on {recorded}"),
-        ("--attention flash", "kernel cudnn, because the profile has none of flash"),
+        ("--attention flash", f"rates of kernel flash. Launches were measured on {recorded}"),
+        (
+            "--attention cudnn --cluster a800",
+            "kernel flash, because the profile has none of cudnn",
+        ),
         ("--document-token 3", "Attention is predicted by the rates of kernel fa4."),
         (
             "--document-token 3 --cluster h200x8",
@@ -528,7 +532,7 @@ def test_planner_places_rings(tmp_path):
     leaves.write_text("".join(f"node{i} {i % 2}\n" for i in range(4)))
     text = ask(
         "--model llama3-8b --ranks 16 --per-node 4 --seq 1M --batch 2 --sp 8 --ring 2 "
-        f"--p 1 --g 1 --os 1 --cluster h200x8 --gpu-memory 999G --leaf {leaves}"
+        f"--p 1 --g 1 --os 1 --head-groups 4 --cluster h200x8 --gpu-memory 999G --leaf {leaves}"
     )
     assert "order of nodes: node0, node2, node1, node3" in text
     # ranks r and r + 4 exchange, so that all of 16 cross
