@@ -661,12 +661,15 @@ class States:
     # -- a step begins
 
     def begin_step(self) -> None:
-        """Begin a step: forget the gradients of the step before."""
+        """Begin a step: forget the gradients of the step before, also if an exception ended it."""
         self.usage_error = ""  # which matrix was not used once per pass, in words
         # (phase in words, its event). A new deque, because a thread may still read the old one
         self.progress_events = deque(maxlen=10 * len(self.units))
+        self.open_unit = self.current_pass = None
         for unit in self.units:
-            unit.passes_done = 0
+            unit.passes_done = unit.next_to_scatter = 0
+            for param in unit.params:
+                param.chunks_done = 0
         self.vector_grad.zero_()
 
     # -- forward and backward: parameters are gathered ahead of their use

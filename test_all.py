@@ -787,11 +787,14 @@ def check_cases(cases: list[dict], folder: Path, first_step: int | None = None) 
         non_defaults = {key: value for key, value in case.items() if value != DEFAULTS[key]}
         seed_delays(str(non_defaults))
         only_step = None if first_step is None else first_step + i
+        start = time.perf_counter()
         try:
             with torch.compiler.set_stance(stance):
                 assert_equals_plain(case, groups, reference, folder, only_step)
         except AssertionError as e:
             errors.append(f"{non_defaults}: {e}")
+        if dist.get_rank() == 0:
+            print(f"{time.perf_counter() - start:.1f} s for {non_defaults}", flush=True)
     assert not errors, (
         f"{len(errors)} of {len(cases)} cases are wrong; DELAY_SEED={DELAY_SEED} repeats their "
         "delays\n" + "\n".join(errors)
@@ -892,10 +895,12 @@ def run_rank(
 
 
 def compare_with_plain(ranks: int, cases: list[dict], folder: Path, gpus: int = 0) -> None:
-    """Run cases on this many ranks and compare them with Plain."""
+    """Run cases on this many ranks and compare them with Plain. The output has each case's seconds:
+    `pytest -rP` shows it."""
     torch.save([reference_of_case(case) for case in cases], folder / "references")
     text = on_ranks(ranks, check_cases, cases, folder, gpus=gpus)
     assert text.count("is done") == ranks
+    print(text)
 
 
 def start_train(flags: str, ranks: int, file: Path, code: str = "") -> list:

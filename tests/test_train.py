@@ -22,6 +22,7 @@ from test_all import (
     main,
     make_case,
     make_run,
+    parametrize,
     read_log,
     relative,
     run,
@@ -237,3 +238,38 @@ def test_one_run_under_four_plans(tmp_path):
             assert a == approx(b, rel=1e-11), more
         for name, weight in wanted_weights.items():
             assert relative(weights[name], weight) < 1e-11, (more, name)
+
+
+@parametrize("keep", ["all", "mixed", "no-x"])
+@parametrize("calls", [1, 5, 12])
+def test_a_step_after_one_that_failed_is_right(group, monkeypatch, keep, calls):
+    """An exception ends a backward after some calls of add_grad, as when memory runs out. A fork
+    that catches it may run the step again, and gets the numbers of a step that was not disturbed.
+
+    Catches a count of micro-batches, chunks or reductions that goes on from the failed step.
+    """
+
+    def step(fails: bool) -> tuple:
+        run, model, states = make_run(make_case(f"1 micro=2 keep={keep}"), {}, SpoilingStream)
+        train.load_random_weights(run, states)
+        batch = train.load_batch(run, 0)
+        if fails:
+            left = iter(range(calls))
+            add_grad = type(states).add_grad
+
+            def fail_later(*args):
+                if next(left, None) is None:
+                    raise MemoryError("no memory is left")
+                add_grad(*args)
+
+            with monkeypatch.context() as patch:
+                patch.setattr(type(states), "add_grad", fail_later)
+                with raises(MemoryError):
+                    train.run_step(model, states, batch, 0.1, 1.0)
+        loss, norm, _ = train.run_step(model, states, batch, 0.1, 1.0)
+        return loss, norm, [states.full_param(name) for name in states.shapes]
+
+    failed, undisturbed = step(True), step(False)
+    assert failed[:2] == undisturbed[:2]
+    for got, wanted in zip(failed[2], undisturbed[2]):
+        assert torch.equal(got, wanted)
