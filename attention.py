@@ -74,7 +74,7 @@ If a layer does not run in chunks of tokens, autograd runs its backward. Then do
 attention's backward begins, and no gradients of weights are left for it. So the first group's
 transfers to heads and the last group's transfer to tokens are exposed in backward, too.
 
-Left out: dropout, documents on a ring, and two nested rings (Ulysses is used inside a node).
+Left out: dropout, and two nested rings (Ulysses is used inside a node).
 """
 
 import copy
@@ -86,7 +86,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -103,16 +103,26 @@ from streams import CommStream, Transfer, wait
 # ---------------------------------------------------------------------------- masks
 
 
+class Rectangle(NamedTuple):
+    """A part of one sequence in a step of a ring: each of these queries attends to each key."""
+
+    queries: slice  # of the tokens that this ring rank holds; empty if there is nothing to compute
+    keys: slice  # of the tokens of the ring rank whose keys have arrived
+
+
 @dataclass(frozen=True)
 class Documents:
-    """Where documents lie in the tokens of a micro-batch.
+    """Where documents lie in the tokens of a micro-batch that a ring rank holds: in all tokens of
+    its B sequences, if there is no ring.
 
-    The B sequences stand one after the other, as N = B*T tokens. Example: with N = 9 and bounds
+    The sequences stand one after the other, as N = B*T/R tokens. Example: with N = 9 and bounds
     (0, 4, 9), tokens 0 ... 3 are one document and tokens 4 ... 8 another one.
     """
 
     bounds: tuple[int, ...]  # each document's first token, and N at the end
     offsets: Tensor  # the same numbers as int32 on the device, as kernels want them
+    # for each step of a ring after the first: one Rectangle per sequence (ring_documents)
+    rectangles: tuple[tuple[Rectangle, ...], ...] = ()
 
     @functools.cached_property
     def longest(self) -> int:
@@ -122,6 +132,16 @@ class Documents:
     def slices(self) -> list[slice]:
         """Return one slice of tokens per document."""
         return [slice(begin, end) for begin, end in itertools.pairwise(self.bounds)]
+
+    def pairs(self) -> int:
+        """Return how many query-key pairs attention computes on this ring rank. Attention takes 4 D
+        FLOPs per pair and head in forward, and 10 D in backward."""
+        lengths = [cut.stop - cut.start for cut in self.slices()]
+        squares = sum(n * (n + 1) // 2 for n in lengths)
+        rectangles = [r for step in self.rectangles for r in step]
+        return squares + sum(
+            (r.queries.stop - r.queries.start) * (r.keys.stop - r.keys.start) for r in rectangles
+        )
 
 
 @dataclass(frozen=True)
@@ -689,8 +709,64 @@ def sequence_positions(seq: int, sp: int, ring: int, rank: int) -> Tensor:
     return torch.cat([parts[r], parts[-1 - r]]).view(-1, seq // sp)[u]
 
 
-@compiled
-def merge_into(o: Tensor, lse: Tensor, o_more: Tensor, lse_more: Tensor) -> None:
+def ring_documents(starts: Tensor, ring: int, rank: int) -> Documents:
+    """Return where documents lie in the tokens that a ring rank holds, and the rectangles of its
+    steps. The offsets are on the CPU.
+
+    starts: (B, T), for each token the position in its sequence where its document begins. ring: R.
+    rank: 0 ... R - 1, the number of the ring rank.
+
+    In a step after the first, all keys come before all queries, and they are of another rank's
+    tokens. A document that has keys and queries there has the last key and the first query. So at
+    most one document has both: its keys are the last ones, and its queries are the first ones.
+
+    Example: T = 16, R = 2 and documents 0-2, 3-12, 13-15. Ring rank 1 holds 4-11, which are of the
+    second document. In step 1 it has the keys 0-3 of rank 0, and its rectangle is 4-11 x 3.
+    """
+    b, t = starts.shape
+
+    def tokens_of(ring_rank: int) -> Tensor:  # (T/R,) positions
+        return sequence_positions(t, ring, ring, ring_rank)
+
+    own = starts[:, tokens_of(rank)]  # (B, T/R)
+    begins = own.diff(dim=1, prepend=own.new_full((b, 1), -1)) != 0
+    bounds = (*begins.flatten().nonzero().flatten().tolist(), own.numel())
+
+    rectangles = []
+    for step in range(1, ring):
+        queries, keys = step_slices(step, rank, t // ring)
+        others = starts[:, tokens_of((rank - step) % ring)]
+        step_rectangles = []
+        for of_queries, of_keys in zip(own[:, queries], others[:, keys]):
+            document = of_queries[0]
+            num_queries = int((of_queries == document).sum())
+            num_keys = int((of_keys == document).sum())
+            if num_keys == 0:
+                num_queries = 0
+            step_rectangles.append(
+                Rectangle(
+                    slice(queries.start, queries.start + num_queries),
+                    slice(keys.stop - num_keys, keys.stop),
+                )
+            )
+        rectangles.append(tuple(step_rectangles))
+    offsets = torch.tensor(bounds, dtype=torch.int32)
+    return Documents(bounds, offsets, tuple(rectangles))
+
+
+def step_slices(step: int, rank: int, tokens: int) -> tuple[slice, slice]:
+    """Return the queries and the keys of a ring's step after the first, as slices of the tokens of
+    a ring rank. The docstring of Ring says why.
+
+    rank: of the queries. tokens: T/R.
+    """
+    early, late, all_tokens = slice(0, tokens // 2), slice(tokens // 2, tokens), slice(0, tokens)
+    if step <= rank:  # the keys of an earlier rank
+        return all_tokens, early
+    return late, all_tokens  # the keys of a later rank
+
+
+def merge(o: Tensor, lse: Tensor, o_more: Tensor, lse_more: Tensor) -> None:
     """Merge attention over more keys into o (B, T, H, D) and lse (B, H, T), in place.
 
     lse_new = log(exp(lse) + exp(lse_more))
@@ -702,9 +778,26 @@ def merge_into(o: Tensor, lse: Tensor, o_more: Tensor, lse_more: Tensor) -> None
     lse.copy_(lse_new)
 
 
-def select_tokens(tokens: slice, *tensors: Tensor) -> list[Tensor]:
-    """Return these tokens of tensors (B, T/R, h, D), contiguous as kernels want them."""
-    return [x[:, tokens].contiguous() for x in tensors]
+merge_into = compiled(merge)
+merge_document = compiled(merge, dynamic=True)  # documents have any length: one kernel for all
+
+
+def select_tokens(sequences: slice, tokens: slice, *tensors: Tensor) -> list[Tensor]:
+    """Return these tokens of these sequences of tensors (B, T/R, h, D), contiguous as kernels want
+    them."""
+    return [x[sequences, tokens].contiguous() for x in tensors]
+
+
+def rows_of(mask: Mask, lse: Tensor, *tensors: Tensor) -> list[Tensor]:
+    """Return views by sequence: lse (B, h, T/R), and tensors (B, T/R, h, D).
+
+    With documents, lse is (h, B*T/R) and the tensors are (B*T/R, h, D); else they are views of this
+    shape already.
+    """
+    if mask.documents is None:
+        return [lse, *tensors]
+    b = len(mask.documents.rectangles[0])
+    return [lse.unflatten(1, (b, -1)).transpose(0, 1), *(x.unflatten(0, (b, -1)) for x in tensors)]
 
 
 class Ring:
@@ -743,6 +836,16 @@ class Ring:
     adds its part. After R - 1 transfers the sum comes home to the rank whose keys these are. The
     square is computed last, because it hides this last transfer. The sums are float32. If R = 2,
     they have the dtype of dk, because a single part travels and nothing is added to it on the way.
+
+    Documents. In the square, a rank's tokens of a document stand one after the other, in order. So
+    the kernel takes the documents of the square. Of a rectangle there remain the queries and keys
+    of at most one document per sequence, and again no mask is needed (ring_documents). Keys and
+    values travel all the same. Zigzag gives all ranks the same work if documents are as long as the
+    sequence. Otherwise each ring waits for its busiest rank. Query-key pairs of the busiest rank
+    over the mean (Documents.pairs), for documents of exponentially distributed lengths, R = 8:
+
+        mean length    4 T     T       T/4     T/16    T/64    T/256
+        busiest/mean   1.07    1.28    1.59    1.85    1.69    1.37
 
     sp: ranks that share a sequence. Each ring has every U-th of them, U = sp/R.
     """
@@ -792,11 +895,15 @@ class Ring:
             dist.all_to_all_single(received, sent, rows_from, rows_to, group=self.group)
         return Transfer(received, self.stream.record_event(), [sent])
 
-    def kv_blocks(self, kv_transfer: Transfer) -> Iterator[tuple[Tensor, slice, slice]]:
-        """Yield (kv, queries, keys) for each step after the first.
+    def kv_blocks(
+        self, kv_transfer: Transfer, mask: Mask
+    ) -> Iterator[tuple[Tensor, list[tuple[slice, slice, slice]]]]:
+        """Yield (kv, rectangles) for each step after the first.
 
-        kv: k and v (2, B, T/R, h, D) of another rank. queries, keys: the rectangle, as slices of
-        tokens. The queries are those of this rank. They attend to the keys, which are a part of kv.
+        kv: k and v (2, B, T/R, h, D) of another rank. rectangles: (sequences, queries, keys) as
+        slices. These sequences' queries, which are this rank's, attend to these keys, which are
+        tokens of kv. Without documents there is one rectangle of all sequences, with documents at
+        most one per sequence.
         kv_transfer: what `send_kv` has returned. The next step's transfer is launched before a step
         is yielded.
         """
@@ -807,11 +914,17 @@ class Ring:
             if step + 1 < self.ranks:
                 kv_transfer = self.shift(kv)  # hidden by this step's rectangle
 
-            half = kv.shape[2] // 2
-            if step <= self.rank:  # the keys of an earlier rank
-                yield kv, slice(None), slice(0, half)
-            else:  # the keys of a later rank
-                yield kv, slice(half, None), slice(None)
+            if mask.documents is None:
+                yield kv, [(slice(None), *step_slices(step, self.rank, kv.shape[2]))]
+            else:
+                yield (
+                    kv,
+                    [
+                        (slice(i, i + 1), queries, keys)
+                        for i, (queries, keys) in enumerate(mask.documents.rectangles[step - 1])
+                        if queries.start < queries.stop
+                    ],
+                )
         self.stream.done_reading(kv)
 
     def attend(
@@ -825,18 +938,25 @@ class Ring:
     ) -> tuple[Tensor, Tensor]:
         """Return attention of this rank's queries to the keys of all ring ranks.
 
-        q (B, T/R, h, D), this rank's k and v -> o like q, lse (B, h, T/R).
+        q (B, T/R, h, D), this rank's k and v -> o like q, lse (B, h, T/R). With documents, q, k and
+        v are (B*T/R, h, D), and lse is (h, B*T/R).
         kv_transfer: the first k and v of another rank, from `send_kv`.
         """
         o, lse = kernel.forward(q, k, v, mask)  # the square; it hides the first k and v
         if self.ranks == 1:
             return o, lse
         o = o.to(accumulation_dtype(q.dtype))
-        for kv, queries, keys in self.kv_blocks(kv_transfer):
-            more = kernel.forward(  # o and lse of these keys only
-                *select_tokens(queries, q), *select_tokens(keys, *kv), EVERYTHING
-            )
-            merge_into(o[:, queries], lse[:, :, queries], *more)
+        merge_more = merge_into if mask.documents is None else merge_document
+        lse_rows, q_rows, o_rows = rows_of(mask, lse, q, o)  # views
+        for kv, rectangles in self.kv_blocks(kv_transfer, mask):
+            for sequences, queries, keys in rectangles:
+                more = kernel.forward(  # o and lse of these keys only
+                    *select_tokens(sequences, queries, q_rows),
+                    *select_tokens(sequences, keys, *kv),
+                    EVERYTHING,
+                )
+                merge_more(o_rows[sequences, queries], lse_rows[sequences, :, queries], *more)
+                del more
             del kv  # so that its memory is free when the next k and v arrive
         return o.to(q.dtype), lse
 
@@ -860,23 +980,29 @@ class Ring:
             return kernel.backward(do, q, k, v, o, lse, mask)
         wide = accumulation_dtype(q.dtype)
         dq = torch.zeros_like(q, dtype=wide)
+        lse_rows, do_rows, q_rows, k_rows, o_rows, dq_rows = rows_of(mask, lse, do, q, k, o, dq)
         # dk and dv (2, B, T/R, h, D) of the keys that this rank has in a step
         sum_dtype = q.dtype if self.ranks == 2 else wide
-        kv_sums = torch.zeros(2, *k.shape, dtype=sum_dtype, device=q.device)
+        kv_sums = torch.zeros(2, *k_rows.shape, dtype=sum_dtype, device=q.device)
         sums_transfer = Transfer(kv_sums)
 
-        for kv, queries, keys in self.kv_blocks(kv_transfer):
-            dq_part, *kv_parts = kernel.backward(
-                *select_tokens(queries, do, q),
-                *select_tokens(keys, *kv),
-                *select_tokens(queries, o),
-                lse[:, :, queries].contiguous(),
-                EVERYTHING,
-            )
-            dq[:, queries] += dq_part
-            kv_sums = sums_transfer.wait()  # hidden by this step's rectangle
-            for total, part in zip(kv_sums, kv_parts):
-                total[:, keys] += part
+        for kv, rectangles in self.kv_blocks(kv_transfer, mask):
+            parts = []  # (sequences, keys, dk and dv) of each rectangle
+            for sequences, queries, keys in rectangles:
+                dq_part, *kv_parts = kernel.backward(
+                    *select_tokens(sequences, queries, do_rows, q_rows),
+                    *select_tokens(sequences, keys, *kv),
+                    *select_tokens(sequences, queries, o_rows),
+                    lse_rows[sequences, :, queries].contiguous(),
+                    EVERYTHING,
+                )
+                dq_rows[sequences, queries] += dq_part
+                parts.append((sequences, keys, kv_parts))
+            kv_sums = sums_transfer.wait()  # hidden by this step's rectangles
+            for sequences, keys, kv_parts in parts:
+                for total, part in zip(kv_sums, kv_parts):
+                    total[sequences, keys] += part
+            del parts
             # hidden by the next step's rectangle; in the last step by the square
             sums_transfer = self.shift(kv_sums)
             del kv
@@ -884,7 +1010,10 @@ class Ring:
         dq_part, *kv_parts = kernel.backward(do, q, k, v, o, lse, mask)  # the square
         dq += dq_part
         kv_sums = sums_transfer.wait()  # hidden by the square
-        dk, dv = ((total.to(wide) + part).to(q.dtype) for total, part in zip(kv_sums, kv_parts))
+        dk, dv = (
+            (total.view_as(part).to(wide) + part).to(q.dtype)
+            for total, part in zip(kv_sums, kv_parts)
+        )
         self.stream.done_reading(kv_sums)
         return [dq.to(q.dtype), dk, dv]
 
@@ -954,12 +1083,10 @@ def ring_errors(
     for ring_rank in (0, 1):
         own = sequence_positions(4 * part, 2, 2, ring_rank).to(device)
         other = sequence_positions(4 * part, 2, 2, 1 - ring_rank).to(device)
-        # the rectangle, as in Ring.kv_blocks: positions of its queries and keys, and which of the
-        # rank's own queries these are
-        if ring_rank == 1:
-            queries, keys, own_queries = own, other[:part], slice(None)
-        else:
-            queries, keys, own_queries = own[part:], other, slice(part, None)
+        # the rectangle: positions of its queries and keys, and which of the rank's own queries
+        # these are
+        own_queries, other_keys = step_slices(1, ring_rank, 2 * part)
+        queries, keys = own[own_queries], other[other_keys]
 
         # forward, as Ring.attend
         o, lse = kernel.forward(q[:, own], k[:, own], v[:, own], causal)
@@ -1051,7 +1178,7 @@ class Attention:
     def with_documents(self, documents: Documents) -> "Attention":
         """Return this attention for a micro-batch whose queries attend only to keys of their own
         document."""
-        assert self.ring.ranks == 1, "a ring's rectangles know no documents"
+        assert len(documents.rectangles) == self.ring.ranks - 1
         op = copy.copy(self)
         op.mask = replace(self.mask, documents=documents)
         return op
@@ -1093,7 +1220,7 @@ class Attention:
         return replace(self.mask, heads=range(first, first + h))
 
     def to_kernel_shape(self, arrived: list[Tensor]) -> list[Tensor]:
-        """(B, U, T/sp, h, D) -> (B, T/R, h, D), contiguous; with documents -> (B*T, h, D)."""
+        """(B, U, T/sp, h, D) -> (B, T/R, h, D), contiguous; with documents -> (B*T/R, h, D)."""
         first = 1 if self.mask.documents is None else 0
         return [x.flatten(first, 2).contiguous() for x in arrived]
 

@@ -634,8 +634,6 @@ def sequence_choices(c, plan, exhaustive=False):
     needs_heads = ""  # the kind of attention that was asked for, if it cannot run around a ring
     if c.attention in KERNELS and not KERNELS[c.attention].plain:
         needs_heads = f"--attention {c.attention}, which may see heads or positions of keys,"
-    if c.has_documents:
-        needs_heads = "attention inside documents (--document-token -1 turns it off)"
 
     def why_not(sp, ring):
         head_ranks = max(1, sp // ring)

@@ -1017,8 +1017,6 @@ def mechanism_pairs(case: dict) -> set[tuple[str, str]]:
 # Pairs of mechanisms that the planner refuses together. A key has the first words of the two names.
 # A value has a case with both, and a regular expression for the reason of the refusal.
 NEVER_MEET = {
-    ("documents", "ring"): ("2 docs=1 sp=2 ring=2", "--ring 2: .*inside documents"),
-    ("documents", "long ring"): ("4 docs=1 sp=4 ring=4", "--ring 4: .*inside documents"),
     ("chunks", "tp fsp"): ("2 tp=2 mode=fsp keep=mixed", "--tp-mode fsp: .*layers run whole"),
     ("chunks", "tp msp"): ("2 tp=2 mode=msp keep=again", "--tp-mode msp: .*layers run whole"),
     ("g>p", "os>g"): ("4 p=1 g=2 os=4", "g must be p or os"),
@@ -1141,6 +1139,9 @@ ALONE = [
 2 pp=2 micro=4
 2 pp=2 parts=2 micro=2
 2 keep=x docs=1
+2 docs=1 sp=2 ring=2 micro=2
+2 docs=1 sp=2 ring=2 model=mqa groups=2 keep=mixed
+4 docs=1 sp=4 ring=2 groups=2 keep=swapped
 2 keep=x sp=2 g=2 os=2 micro=4 place=host dtype=bf16
 2 keep=x p=2 g=2 os=2
 2 keep=swapped g=2 os=2
@@ -1229,13 +1230,13 @@ COVER = [
 4 block=norms docs=1 tp=2 mode=fsp os=2 layout=inter
 4 model=mha groups=2 tp=2 mode=mtp os=2 dtype=bf16
 4 model=mha block=fork docs=1 tp=2 os=2 layout=inter open=1
-4 sp=4 ring=4 p=2 g=4 os=4 layout=inter place=host keep=neither
+4 docs=1 sp=4 ring=4 p=2 g=4 os=4 layout=inter place=host keep=neither
 4 model=deep block=fork micro=2 pp=2 parts=2 p=2 g=2 os=2 keep=swapped
 8 model=mha micro=2 sp=4 ring=4 groups=4 pp=2 parts=2 p=2 g=4 os=4 layout=inter open=1 keep=again
 8 model=mqa sp=4 ring=4 os=2 layout=inter place=host open=1 keep=no-o optimizer=muon dtype=bf16
 8 block=norms micro=2 tp=2 mode=fsp pp=2 parts=2
 8 model=mha block=norms sp=4 ring=4 groups=4 tp=2 mode=fsp p=2 g=4 os=4 layout=inter open=1
-8 block=norms sp=4 ring=4 groups=2 tp=2 mode=mtp layout=inter keep=x
+8 block=norms docs=1 sp=4 ring=4 groups=2 tp=2 mode=mtp layout=inter keep=x
 8 block=fork sp=4 ring=4 tp=2 layout=inter open=1
 """.strip().splitlines()
 ]

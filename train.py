@@ -89,6 +89,7 @@ from attention import (
     check_ring,
     make_exchange,
     pick_kernel,
+    ring_documents,
     sequence_positions,
 )
 from data import (
@@ -1066,12 +1067,11 @@ def document_positions(
     positions = (index - document_start)[:, sp_tokens]
     positions = positions.view(-1, plan.micro_batch, len(sp_tokens))
 
+    ring_rank = run.coordinates.sp_rank // (plan.sp // plan.ring)
     documents = []
-    # attention takes the sequences of a micro-batch as one row, one after the other
-    for row in begins.view(-1, plan.micro_batch * plan.seq):
-        bounds = (*row.nonzero().flatten().tolist(), len(row))
-        offsets = torch.tensor(bounds, dtype=torch.int32)
-        documents.append(Documents(bounds, to_device(offsets, run)))
+    for starts in document_start.split(plan.micro_batch):
+        found = ring_documents(starts, plan.ring, ring_rank)
+        documents.append(replace(found, offsets=to_device(found.offsets, run)))
     return positions, documents
 
 

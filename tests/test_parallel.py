@@ -9,7 +9,9 @@ import attention
 import pipeline
 import tensor
 import train
-from test_all import END_TOKEN, SEQ, SpoilingStream, make_case, make_run, parametrize
+from ranks import Groups, gather_objects
+from streams import CommStream
+from test_all import END_TOKEN, SEQ, SpoilingStream, make_case, make_run, on_ranks, parametrize
 
 
 @parametrize("seq, sp, ring", [(45, 3, 1), (24, 6, 2), (48, 8, 8), (72, 12, 4)])
@@ -89,3 +91,55 @@ def test_pipeline_order_is_torchs(stages, micro_batches, chunks):
         ]
         ours = pipeline.pipeline_order(stage, stages, chunks, micro_batches)
         assert [(one.forward, one.micro_batch, one.virtual_stage) for one in ours] == found
+
+
+def random_starts(sequences: int, seq: int, seed: int) -> torch.Tensor:
+    """Return where the document of each token begins, (B, T), for documents of any lengths."""
+    rng = torch.Generator().manual_seed(seed)
+    starts = torch.zeros(sequences, seq, dtype=torch.int64)
+    for row in starts:
+        ends = torch.rand(seq, generator=rng) < torch.rand(1, generator=rng) ** 3
+        row[1:] = torch.where(ends[:-1], torch.arange(1, seq), 0).cummax(0).values
+    return starts
+
+
+def documents_on_ring_worker(seq: int, ranks: int) -> None:
+    """Attention inside documents on a ring equals attention over the whole sequences."""
+    groups = Groups()
+    stream = CommStream(torch.device("cpu"))
+    ring = attention.Ring(groups, ranks, ranks, stream)
+    for seed in range(12):
+        rng = torch.Generator().manual_seed(seed)
+        b, heads, kv_heads = 1 + seed % 3, 4, 2
+        starts = random_starts(b, seq, seed)
+        q, k, v, do = (
+            torch.randn(b, seq, n, 8, generator=rng, dtype=torch.float64)
+            for n in (heads, kv_heads, kv_heads, heads)
+        )
+        whole = attention.ring_documents(starts, 1, 0)
+        op = attention.Attention("cpu").with_documents(whole)
+        o, lse = op.forward(q, k, v)
+        wanted = o, *op.backward(lambda: (do, []), q, k, v, o, lse)
+
+        own = attention.sequence_positions(seq, ranks, ranks, ring.rank)
+        documents = attention.ring_documents(starts, ranks, ring.rank)
+        op = attention.Attention("cpu", 1 + seed % 2, ring=ring).with_documents(documents)
+        inputs = [x[:, own] for x in (q, k, v)]
+        o, lse = op.forward(*inputs)
+        found = o, *op.backward(lambda: (do[:, own], []), *inputs, o, lse)
+        for name, ours, all_tokens in zip("o dq dk dv".split(), found, wanted):
+            assert torch.allclose(ours, all_tokens[:, own], rtol=1e-12, atol=1e-12), (seed, name)
+
+        # no pair of query and key is computed twice, or left out
+        pairs = sum(gather_objects(documents.pairs()))
+        assert pairs == whole.pairs() == (torch.arange(seq) - starts + 1).sum()
+
+
+@parametrize("ranks", [2, 3, 4])
+def test_documents_on_a_ring_are_those_of_the_whole_sequence(ranks):
+    """Attention stays inside documents on rings of 2, 3 and 4, forward and backward, with several
+    sequences per micro-batch and with head groups, for documents of any lengths.
+
+    Catches a query that sees a key of another document, or misses one of its own.
+    """
+    on_ranks(ranks, documents_on_ring_worker, 12 * ranks, ranks)

@@ -559,15 +559,7 @@ def test_planner_places_rings(tmp_path):
             "--ring 1: .* 8 key/value heads.*--sp 16 --ring 2",
         ),
         ("--ranks 8 --sp 8 --ring 8 --seq 40", "--ring 8: --seq 40 must be .*--sp 8 --ring 4"),
-        (
-            "--ranks 8 --ring 2 --document-token 0",
-            "--ring 2: attention inside documents .* --ring 1",
-        ),
         ("--ranks 8 --sp 3 --tokenizer x", "--sp 3 .* 8 GPUs.* --sp 2 --ring 1"),
-        (
-            "--ranks 3 --seq 3K --sp 3 --document-token 3",
-            "heads equally, and attention inside documents",
-        ),
         ("--ranks 4 --tp 2 --os 4", "--tp 2 --pp 1 leave 2 of 4 ranks for the states"),
         ("--ranks 8 --pp 8 --alpha 0.5 --batch 8 --sp 1 --resident-layers 3", "at most 2 can stay"),
         ("--ranks 8 --tp 3", "--tp 3: .* 16 heads, 16 key/value .* --tp 2, --tp 4, --tp 8$"),
