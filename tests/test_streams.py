@@ -66,7 +66,7 @@ CASES = """
 2 os=2 keep=no-o                            # two layers drop o
 2 os=2 keep=no-x +save                      # x is recomputed from every third layer's x
 2 dtype=bf16 keep=again                     # a gradient is cast, and then summed over replicas
-4 sp=4 ring=2 groups=2                      # a ring between ranks that share heads
+4 sp=4 ring=2 groups=2 docs=1               # a ring between ranks that share heads; documents
 4 sp=4 ring=4 p=2 g=2 os=4                  # gradients are passed on more than once
 """
 PIECE_BUFFERS = optim.PIECE_BUFFERS
