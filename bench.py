@@ -1187,6 +1187,7 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument(
         "--out",
+        type=planner.home_path,
         metavar="DIR",
         help="folder of the results files; default: results"
         " on GPUs, out/results on a CPU, whose figures README does not show",

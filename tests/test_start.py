@@ -1,9 +1,16 @@
 """Show what a run finds out at its start: memory, paths, unreadable files, and other launchers."""
 
+import sys
+from pathlib import Path
+
 from pytest import raises
 
+import bench
+import memplan
+import planner
 import streams
-from test_all import parametrize
+import train
+from test_all import main, parametrize
 
 GIB = 2**30
 NONE_V1 = 9223372036854771712  # "no limit" of version 1
@@ -123,3 +130,62 @@ def test_smallest_limit_of_the_control_groups_counts(name, tmp_path, monkeypatch
     assert streams.host_budget(2, gib * GIB, tmp_path) == gib * GIB / 2
     with raises(ValueError, match=rf"--host-memory .* too much: .* allows {gib}\.0 GiB\. "):
         streams.host_budget(2, gib * GIB + 1, tmp_path)
+
+
+TEXT_FLAGS = [  # all flags that take any text, which may be a path
+    (program, name)
+    for program in (train.Config, planner.PlannerFlags)
+    for name, field in planner.flags_of(program).items()
+    if field.type is str and not field.metadata["among"]
+]
+
+
+@parametrize("program, name", TEXT_FLAGS)
+def test_home_is_expanded_in_every_flag(program, name, monkeypatch):
+    """~ at the beginning of a flag's text is the home, however the flag is spelt.
+
+    Catches a folder with the name ~, and a new flag whose ~ is forgotten.
+    """
+    monkeypatch.setenv("HOME", "/home/me")
+    parser = planner.make_parser(program, "")
+    flag = planner.flag_name(name)
+    for command in ([f"{flag}=~/a b"], [flag, "~/a b"]):
+        assert getattr(parser.parse_args(command), name) == "/home/me/a b"
+    for text in ("./~/x", "a~/b", "/~", "hf:x/~", "a.txt, ~", "none"):
+        assert getattr(parser.parse_args([flag, text]), name) == text
+
+
+def test_home_is_expanded_inside_of_values(monkeypatch, capsys):
+    """~ is also expanded after hf: and after a comma, and an unknown home is refused.
+
+    Catches a run that writes to a folder with the name ~nobody.
+    """
+    monkeypatch.setenv("HOME", "/home/me")
+    flags = train.parse(["--init=hf:~/m", "--data=~/a.bin:0.7,b.bin:0.2,~/c:0.1", "--resume=~"])
+    assert flags["init"] == "hf:/home/me/m" and flags["resume"] == "/home/me"
+    assert flags["data"] == "/home/me/a.bin:0.7,b.bin:0.2,/home/me/c:0.1"
+    assert train.parse(["--data", "~root/x"])["data"] == str(Path("~root/x").expanduser())
+    for text in ("~no-such-user/x", "hf:~no-such-user", "a,~no-such-user/x"):
+        with raises(SystemExit) as refused:
+            train.parse([f"--out={text}"])
+        said = capsys.readouterr().err
+        assert refused.value.code == 2 and f"--out: {text}: this machine does not say" in said
+        assert "or ./~no-such-user" in said
+
+    monkeypatch.setattr(sys, "argv", ["bench.py", "--out=~/x"])
+    assert bench.parse().out == "/home/me/x"
+    assert memplan.main(["/no/file", "--out=~/x"]) == 2
+    assert memplan.main(["~/trace.csv"]) == 2
+    assert "'/home/me/trace.csv'" in capsys.readouterr().err
+
+
+def test_home_is_expanded_in_a_run(tmp_path, monkeypatch):
+    """A run reads and writes in the home, and not in a folder with the name ~."""
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    (tmp_path / "home").mkdir()
+    (tmp_path / "home" / "text").write_text(500 * "text")
+    monkeypatch.chdir(tmp_path)
+    main("--steps 1 --data=~/text --out=~/run --export=~/hf")
+    main("--steps 1 --data=~/text --out=~/run --init=hf:~/hf --seq 16")
+    assert Path("home/run/step-00000001").exists() and Path("home/run/earlier-1").exists()
+    assert [path.name for path in tmp_path.iterdir()] == ["home"]
