@@ -1,15 +1,19 @@
 """Show what a run finds out at its start: memory, paths, unreadable files, and other launchers."""
 
+import os
+import shutil
 import sys
 from pathlib import Path
 
 from pytest import raises
 
 import bench
+import data
 import memplan
 import planner
 import streams
 import train
+from helpers import make_tokenizer, on_file_event, saved_steps
 from test_all import main, parametrize
 
 GIB = 2**30
@@ -189,3 +193,52 @@ def test_home_is_expanded_in_a_run(tmp_path, monkeypatch):
     main("--steps 1 --data=~/text --out=~/run --init=hf:~/hf --seq 16")
     assert Path("home/run/step-00000001").exists() and Path("home/run/earlier-1").exists()
     assert [path.name for path in tmp_path.iterdir()] == ["home"]
+
+
+UNREADABLE = [  # a file or folder that this user may not read, and the flags of a run that reads it
+    ("o/step-00000001/meta.json", "--resume --out o --steps 2"),
+    ("o/step-00000001/meta.json", "--resume auto --out o --steps 2"),
+    ("o/step-00000001/rank-00000-0.safetensors", "--resume auto --out o --steps 2"),
+    ("o/step-00000001/rank-00000-0.safetensors", "--resume o/step-00000001 --out new"),
+    ("o/log.jsonl", "--resume auto --out o --steps 2"),
+    ("o", "--resume auto --out o --steps 2"),
+    ("words.txt", "--data words.txt --out new"),
+    ("big.bin.json", "--data big.bin --out new"),
+    ("tok/tokenizer.json", "--data words.txt --tokenizer tok --out new"),
+    ("hf/config.json", "--init hf:hf --out new"),
+]
+
+
+@parametrize("file, flags", UNREADABLE)
+def test_files_that_cannot_be_read_say_so(file, flags, sandbox, tmp_path, monkeypatch):
+    """A file that exists and cannot be read is refused by these words.
+
+    A checkpoint that cannot be read is not passed over, because a new run would begin without it.
+    Root reads every file, so the refusal is simulated. Catches a file that is called missing or
+    broken.
+    """
+
+    def deny():
+        if Path.cwd() == tmp_path:  # not in a later test
+            raise PermissionError(13, "Permission denied", file)
+
+    shutil.copytree(sandbox, tmp_path, dirs_exist_ok=True)
+    monkeypatch.chdir(tmp_path)
+    Path("words.txt").write_text(500 * "words ")
+    Path("big.bin.json").write_text('{"token_bytes": 2}')
+    make_tokenizer(Path("tok"), 500 * "words ")
+    if file == "o":
+        monkeypatch.setattr(os, "access", lambda path, mode: str(path) != file)
+    else:
+        on_file_event(rf"{tmp_path}/{file}$|^{file}$", deny)
+    with raises(ValueError, match=f"{file} exists, but user .* may not read it .Permission denied"):
+        main(flags)
+    assert saved_steps(Path("o")) == [1] and not Path("o/earlier-1").exists()
+
+
+def test_owner_and_mode_of_an_unreadable_file(tmp_path):
+    """The error names who may allow the reading. Catches an error that only repeats the path."""
+    file = tmp_path / "file"
+    file.touch(0o600)
+    assert "it has mode 600, and user 0 owns it" in str(data.may_not_read(file)) or os.geteuid()
+    assert "a folder above it is closed" in str(data.may_not_read(tmp_path / "none"))
