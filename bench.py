@@ -1365,6 +1365,6 @@ if __name__ == "__main__":
     try:
         main()
     except (ConfigError, UnexpectedError) as e:
-        if dist.get_rank() == 0:
+        if not dist.is_initialized() or dist.get_rank() == 0:
             print(f"bench.py: error: {e}", file=sys.stderr)
         sys.exit(2 if isinstance(e, ConfigError) else 1)

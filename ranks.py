@@ -5,7 +5,7 @@ A rank is a process. On GPUs, torchrun starts one rank per GPU on every node, an
 ranks. Its functions are collectives, which all ranks must call, if their docstrings say so:
 
     use_more_queues()         give each CUDA stream its own queue, so that none holds up another
-    start_ranks(timeout)      join the other ranks, also after a restart
+    start_ranks(timeout)      join the other ranks, also after a restart; refuse other launchers
     Groups(timeout, tp, pp)   make process groups: ranks with the same key communicate
     print0(text)              print on rank 0 only
     all_or_none(check, x)     run check(x) on all ranks; if it fails on one, all ranks raise
@@ -48,6 +48,35 @@ SILENT_BEATS = 10
 
 # ---------------------------------------------------------------------------- start
 
+# Other launchers, and the variables in which they tell a process how many of it they have started.
+# Of srun's two, the first one counts if it is there: it belongs to the step, not to the whole job
+LAUNCHERS = {
+    "srun": ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"),
+    "mpirun": ("OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE", "PMI_SIZE"),
+    "jsrun": ("JSM_NAMESPACE_SIZE",),
+    "flux": ("FLUX_JOB_SIZE",),
+}
+
+
+def check_launcher() -> None:
+    """Raise ConfigError if another launcher than torchrun has started several processes. They would
+    not know of each other, and each would train alone. Every process finds the same error."""
+    if "RANK" in os.environ:
+        return
+    for launcher, names in LAUNCHERS.items():
+        name = next((name for name in names if name in os.environ), None)
+        count = os.environ.get(name or "", "")
+        if count.isdecimal() and int(count) > 1:
+            raise ConfigError(
+                f"{launcher} has started {count} tasks ({name}={count}), but no torchrun tells "
+                "them their RANK, so each would train alone. Start one torchrun per node, which "
+                "starts a rank per GPU, as README's Slurm script does: #SBATCH --nodes 4 "
+                "--ntasks-per-node 1, and srun torchrun --nnodes 4 --nproc_per_node 8 "
+                "--rdzv-backend c10d --rdzv-id $SLURM_JOB_ID --rdzv-endpoint $(scontrol show "
+                "hostnames | head -n 1):29400 train.py. To train with one process on purpose, "
+                f"unset {name}"
+            )
+
 
 def use_more_queues() -> None:
     """Give each of up to 32 CUDA streams a hardware queue of its own. Call this before CUDA starts.
@@ -62,8 +91,10 @@ def start_ranks(timeout: float) -> tuple[int, int, int]:
     """Join torchrun's ranks, or start as the only rank. Returns (rank, world size, local rank).
 
     timeout: of collectives, in seconds. This also sets the number of CPU threads. Several ranks
-    have one thread each. A single rank has OMP_NUM_THREADS threads, or else one per core.
+    have one thread each. A single rank has OMP_NUM_THREADS threads, or else one per core. Raises
+    ConfigError if another launcher has started several processes.
     """
+    check_launcher()
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
     limit = timedelta(seconds=timeout)
     if "RANK" in os.environ:

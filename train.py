@@ -1528,9 +1528,11 @@ if __name__ == "__main__":
     try:
         main()
     except (ConfigError, UnexpectedError) as e:  # raised on all ranks alike: rank 0 says it
-        if dist.get_rank() == 0:
+        joined = dist.is_initialized()  # start_ranks refuses some before they join
+        if not joined or dist.get_rank() == 0:
             print(f"train.py: error: {e}", file=sys.stderr)
-        dist.destroy_process_group()
+        if joined:
+            dist.destroy_process_group()
         sys.exit(2 if isinstance(e, ConfigError) else 1)
     except KeyboardInterrupt:
         sys.exit(

@@ -1,7 +1,9 @@
 """Show what a run finds out at its start: memory, paths, unreadable files, and other launchers."""
 
 import os
+import re
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -11,10 +13,11 @@ import bench
 import data
 import memplan
 import planner
+import ranks
 import streams
 import train
 from helpers import make_tokenizer, on_file_event, saved_steps
-from test_all import main, parametrize
+from test_all import ROOT, main, parametrize, slow
 
 GIB = 2**30
 NONE_V1 = 9223372036854771712  # "no limit" of version 1
@@ -242,3 +245,58 @@ def test_owner_and_mode_of_an_unreadable_file(tmp_path):
     file.touch(0o600)
     assert "it has mode 600, and user 0 owns it" in str(data.may_not_read(file)) or os.geteuid()
     assert "a folder above it is closed" in str(data.may_not_read(tmp_path / "none"))
+
+
+LAUNCHED = [  # the variables of a launcher, and how the error begins; "": no error
+    ({"SLURM_NTASKS": "2", "SLURM_PROCID": "1"}, "srun has started 2 tasks (SLURM_NTASKS=2), "),
+    ({"SLURM_STEP_NUM_TASKS": "8"}, "srun has started 8 tasks (SLURM_STEP_NUM_TASKS=8), "),
+    ({"OMPI_COMM_WORLD_SIZE": "4"}, "mpirun has started 4 tasks (OMPI_COMM_WORLD_SIZE=4), "),
+    ({"PMI_SIZE": "16", "PMI_RANK": "3"}, "mpirun has started 16 tasks"),
+    ({"FLUX_JOB_SIZE": "2"}, "flux has started 2 tasks"),
+    ({"SLURM_NTASKS": "1"}, ""),
+    ({"SLURM_NTASKS": "many"}, ""),
+    # one task of a job that has several: srun --ntasks 1
+    ({"SLURM_NTASKS": "8", "SLURM_STEP_NUM_TASKS": "1"}, ""),
+    # torchrun below srun
+    ({"SLURM_NTASKS": "4", "RANK": "0"}, ""),
+]
+
+
+@parametrize("env, begins", LAUNCHED)
+def test_other_launchers_are_refused(env, begins, monkeypatch, tmp_path):
+    """Several tasks without torchrun are refused on each of them, with README's line.
+
+    Catches tasks that each train alone, or of which all but one find OUT locked.
+    """
+    for names in ranks.LAUNCHERS.values():
+        for name in names:
+            monkeypatch.delenv(name, raising=False)
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
+    if not begins:
+        ranks.check_launcher()
+        return
+    with raises(ranks.ConfigError, match=re.escape(begins)) as refused:
+        main(f"--out {tmp_path}/o")
+    assert "unset " in str(refused.value) and not list(tmp_path.iterdir())
+
+    (recipe,) = re.findall("srun torchrun .* train.py", str(refused.value))
+    readme = (ROOT / "README.md").read_text().replace("\\\n", "")
+    (line,) = re.findall("srun torchrun .* train.py", readme)
+    flags = line.split()
+    assert all(word in flags for word in recipe.split())
+
+
+@slow
+def test_srun_without_torchrun_ends_with_status_2(tmp_path):
+    """Each of two tasks ends at once, with one sentence and status 2. Catches a traceback."""
+    for program in ("train.py", "bench.py"):
+        done = subprocess.run(
+            [sys.executable, ROOT / program, f"--out={tmp_path}/o"],
+            env={**os.environ, "SLURM_NTASKS": "2", "SLURM_PROCID": "1"},
+            capture_output=True,
+            text=True,
+        )
+        assert done.returncode == 2 and done.stdout == "", done.stderr
+        assert done.stderr.startswith(f"{program}: error: srun has started 2 tasks")
+        assert done.stderr.count("\n") == 1
