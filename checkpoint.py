@@ -208,7 +208,7 @@ def check_meta(meta: dict) -> None:
             raise ValueError(f"{name} in meta.json is {meta[name]!r}; it must be a dict")
     for name in ("step", "samples"):
         check_number(meta, name, 0)
-    for name, low in (("seq", 1), ("batch", 1), ("decay_steps", 0)):
+    for name, low in (("seq", 1), ("batch", 1), ("schedule_steps", 0), ("warmup_steps", 0)):
         check_number(meta["config"], name, low)
     check_number(meta["model"], "max_positions", 1)
     if not meta["files"]:
