@@ -455,6 +455,7 @@ class Saver:
     group: dist.ProcessGroup | None = None
     room: float | None = None  # bytes of host memory that the copies may take; None: no copies
     failed: str = ""  # why the last save failed, as a sentence; "" if it did not
+    seconds: float = 0.0  # how long the last save took
 
     def __post_init__(self):
         """Allocate the copies. Raises MemoryError if `room` is too small for them."""
@@ -482,6 +483,7 @@ class Saver:
         """Begin to save the states of step meta["step"]. meta: what a resumed run must know, as
         JSON. A collective of all ranks."""
         self.finish()
+        self.began = time.perf_counter()
         self.meta = meta
         self.folder = self.out / f"step-{meta['step']:08d}.tmp"
         parts = self.states.state_parts()
@@ -491,8 +493,13 @@ class Saver:
                 for name, copy in self.copies.items()
             }
         self.job = self.thread.submit(write_states, self.folder, parts)
+        self.job.add_done_callback(lambda _: self.take_time())
         if self.room is None:
             self.finish()
+            self.take_time()  # with the files of the slowest rank
+
+    def take_time(self) -> None:
+        self.seconds = time.perf_counter() - self.began
 
     def finish(self) -> None:
         """Wait for the files of all ranks, and give the checkpoint its name. A collective of all

@@ -30,10 +30,11 @@ has its mean loss, the gradient's global norm before clipping, the learning rate
 per second (TGS), the seconds of the step, and the time left. OUT/log.jsonl has the same numbers and
 more, one row per step.
 
-SIGTERM or SIGINT lets the run finish its step and save (checkpoint.py). A killed run loses only the
-steps since its last checkpoint: `--resume` continues from there, and under the same plan its losses
-are bit-equal. The exit status is 0 for a finished or stopped run, 1 for a run that failed, and 2
-for flags or files that are refused.
+SIGTERM, SIGINT, SIGHUP, SIGUSR1 or SIGUSR2 lets the run finish its step and save (checkpoint.py),
+and so does --stop-after when time is short. An evaluation is left, and a start ends at once. A
+killed run loses only the steps since its last checkpoint: `--resume` continues from there, and
+under the same plan its losses are bit-equal. The exit status is 0 for a finished or stopped run, 1
+for a run that failed, and 2 for flags or files that are refused.
 
 The order of the file is the order of a command:
 
@@ -64,6 +65,7 @@ import tempfile
 import threading
 import time
 import warnings
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
@@ -129,16 +131,20 @@ from planner import (
 from ranks import (
     ConfigError,
     Groups,
+    StopSignal,
     UnexpectedError,
     all_or_none,
     check_same,
     first_error,
     gather_objects,
     heartbeat,
+    merge_errors,
     on_rank_0,
     patient_group,
     print0,
+    process_seconds,
     start_ranks,
+    stop_signals,
     use_more_queues,
 )
 from replay import StepMemory, mark
@@ -232,6 +238,11 @@ class Config(Constraints):
     timeout: float = flag(
         600.0, "Seconds that a collective waits for a rank before the run fails.", 1, 1e9)
     dry_run: bool = flag(False, "Print the best plans with their memory, and end without training.")
+    stop_after: str = flag(
+        "", "Time after which the run has to be over, such as 3h55m, 90m, 1d2h or 45s, or a number "
+        "of seconds. It counts from the start of the process, below torchrun from torchrun's. The "
+        "run saves and ends before a step that might not fit any more. A resumed run does not "
+        "inherit it.")
     out: str = flag(
         "out", "Folder for checkpoints, log.jsonl and loss.png, which draws the loss by step and "
         "by position.", group="files and checkpoints")
@@ -260,6 +271,8 @@ class Config(Constraints):
             raise ValueError(
                 f"--init {self.init} is unknown. Say random, or hf:DIR with a Hugging Face folder"
             )
+        if self.stop_after:
+            duration(self.stop_after)
         if self.decay_steps is not None and self.schedule != "wsd":
             raise ValueError(
                 f"--decay-steps {self.decay_steps:g} belongs to --schedule wsd, and the schedule "
@@ -281,7 +294,23 @@ class Config(Constraints):
 
 
 # Flags that count for one command only: a resumed run does not inherit them
-NOT_INHERITED = {"resume", "out", "export", "dry_run"}
+NOT_INHERITED = {"resume", "out", "export", "dry_run", "stop_after"}
+
+
+def duration(text: str) -> int:
+    """Return the seconds that --stop-after says: 3h55m is 14100. Raises ValueError."""
+    number = "([0-9]{1,9})"
+    parts = re.fullmatch(f"(?:{number}d)?(?:{number}h)?(?:{number}m)?(?:{number}s?)?", text)
+    days, hours, minutes, seconds = (
+        (int(part or 0) for part in parts.groups()) if parts else 4 * [0]
+    )
+    total = 60 * (60 * (24 * days + hours) + minutes) + seconds
+    if not total:
+        raise ValueError(
+            f"--stop-after {text}: choose a time of at least one second, such as 3h55m, 90m, 1d2h, "
+            "45s, or a number of seconds"
+        )
+    return total
 
 
 def parse(argv: list[str] | None = None) -> dict:
@@ -1114,7 +1143,9 @@ def read_windows(run: Run, numbers: range, read: Callable) -> tuple[Tensor, str]
         for window, number in zip(windows, numbers):
             tokens = torch.as_tensor(read(number))
             window[: tokens.numel()] = tokens
-    except OSError as e:  # a file has gone, or has become shorter. reduce_stats tells all ranks
+    except (
+        OSError
+    ) as e:  # a file has gone, or has become shorter. the step's statistics tell all ranks
         return windows, str(e)
     return windows, ""
 
@@ -1203,7 +1234,7 @@ def to_device(tensor: Tensor, run: Run) -> Tensor:
 
 
 @torch.no_grad()
-def evaluate(run: Run, model: LLaMA | Pipeline) -> dict:
+def evaluate(run: Run, model: LLaMA | Pipeline, stop: "Stop") -> dict:
     """Return the loss on the first validation sequences, as fields of a row of log.jsonl:
 
         val_loss               mean loss; None if all labels are IGNORE
@@ -1211,7 +1242,9 @@ def evaluate(run: Run, model: LLaMA | Pipeline) -> dict:
                                positions 0, 1, 2 to 3, 4 to 7, 8 to 15, ... in a sequence, or in a
                                document if there are documents
 
-    Raises ConfigError if a rank cannot read its data. A collective of all ranks.
+    If the run has to stop, the evaluation is left after the batch that runs, and the result is
+    empty: the loss of some of the sequences is not the loss. Raises ConfigError if a rank cannot
+    read its data. A collective of all ranks.
     """
     plan = run.plan
     count = min(run.validation.count, EVAL_SEQUENCES)
@@ -1222,10 +1255,19 @@ def evaluate(run: Run, model: LLaMA | Pipeline) -> dict:
 
     # (bins, 2): the sum of the losses, and the number of valid labels
     total = torch.zeros(plan.seq.bit_length() + 1, 2, dtype=torch.float64, device=run.device)
+    started = time.perf_counter()
     for first in range(0, count, sequences_at_once):
         batch = load_batch(run, first, read, sequences_at_once)
-        if error := first_error(batch.read_error):
+        # the host waits for the batch before, because it could not take back what it has launched
+        if run.device.type == "cuda":
+            torch.cuda.current_stream().synchronize()
+        batch_seconds = time.perf_counter() - started
+        started += batch_seconds
+        errors, requests = zip(*gather_objects((batch.read_error, stop.request(batch_seconds))))
+        if error := merge_errors([*errors]):
             raise ConfigError(error)
+        if stop.agree_on(max(requests)):
+            return {}
         [(tokens, labels, _, positions, documents)] = batch.micro_batches()
         losses = model(tokens, labels, None, positions, documents, per_token=True)  # (B, n)
         valid = (labels if LLaMA.labels_ahead == 1 else labels[..., 0]) != IGNORE
@@ -1343,20 +1385,75 @@ def start_progress_thread(run: Run, states: States) -> Progress:
     return progress
 
 
-def install_signal_handlers() -> list[int]:
-    """Let SIGTERM and SIGINT ask the run to end after its step. Returns a list to which the
-    handlers append the signals that come."""
-    received = []
+TIME_IS_UP = 1000.0  # the request to stop that --stop-after makes; any other is a signal's number
+RECENT_STEPS = 10  # the longest of so many steps says how long the next one may take
+# Bytes per second at which a rank is taken to save, until a save has been timed. It is low, because
+# many ranks may share the storage
+SAVE_RATE = 200e6
 
-    def handle(number, _):
-        received.append(number)
-        # a second Ctrl-C ends the process at once; but not under torchrun, which sends it twice
-        if "RANK" not in os.environ:
-            signal.signal(signal.SIGINT, signal.default_int_handler)
 
-    signal.signal(signal.SIGTERM, handle)
-    signal.signal(signal.SIGINT, handle)
-    return received
+class Stop:
+    """Why the run has to end before --steps: a signal, or --stop-after.
+
+    A rank must not stop by itself, because the remaining ranks would wait for it. So each rank
+    makes a request, the ranks exchange these where they meet anyway, and all of them take the
+    largest one (agree_on). Ranks may get a signal at different times, and only rank 0's clock
+    counts.
+    """
+
+    def __init__(self, run: Run, signals: StopSignal, saver: checkpoint.Saver, states: States):
+        self.run = run
+        self.signals = signals
+        self.saver = saver
+        self.limit = math.inf  # seconds since the process started
+        self.step_seconds = deque(maxlen=RECENT_STEPS)
+        self.save_seconds = 0.0  # an estimate
+        self.reason = ""  # the request that the ranks have agreed on, as text; "": go on
+        if run.cfg.stop_after:
+            self.limit = duration(run.cfg.stop_after)
+            if run.cfg.save_every >= 0:
+                parts = states.state_parts().values()
+                saved_bytes = sum(part.values.nbytes for part in parts if part.saved_here)
+                self.save_seconds = saved_bytes / SAVE_RATE
+
+    def request(self, next_seconds: float | None = None) -> float:
+        """Return this rank's request: the number of a signal, TIME_IS_UP, or 0.0 to go on.
+
+        next_seconds: how long the run works until it asks again; None: a step. Time is up if this
+        and a save would end after --stop-after.
+        """
+        if self.signals.number:
+            return float(self.signals.number)
+        if self.run.rank == 0 and process_seconds() + self.time_needed(next_seconds) > self.limit:
+            return TIME_IS_UP
+        return 0.0
+
+    def time_needed(self, next_seconds: float | None = None) -> float:
+        """Return the seconds that request's work and the saves after it may take."""
+        if next_seconds is None:
+            next_seconds = max(self.step_seconds, default=0.0)
+        saves = 2 if self.saver.writing else 1  # --save-async: the one before must end first
+        return next_seconds + saves * (self.saver.seconds or self.save_seconds)
+
+    def agree_on(self, request: float) -> str:
+        """Note the largest request of all ranks, and return the reason to stop, or ""."""
+        if request == TIME_IS_UP:
+            passed = timedelta(seconds=round(process_seconds()))
+            needed = timedelta(seconds=math.ceil(self.time_needed()))
+            self.reason = (
+                f"--stop-after {self.run.cfg.stop_after}: {passed} have passed, and another step "
+                f"with a save may take {needed}"
+            )
+        elif request:
+            self.reason = f"stopped by {signal.Signals(int(request)).name}"
+        return self.reason
+
+    def ask_all(self) -> str:
+        """Ask all ranks whether to stop before the next step, and return the reason, or "". A
+        collective of all ranks."""
+        request = torch.tensor(self.request())
+        dist.all_reduce(request, dist.ReduceOp.MAX)
+        return self.agree_on(request.item())
 
 
 def gpu_peak_gib() -> float:
@@ -1370,21 +1467,18 @@ def host_peak_gib() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20  # which counts in KiB
 
 
-def reduce_stats(
-    device: torch.device, step_stats: dict[str, Tensor], rank_stats: dict[str, float]
-) -> dict[str, float]:
-    """Return the statistics of a step as numbers, the same on all ranks.
+def wait_for_step(step_stats: dict[str, Tensor]) -> dict[str, float]:
+    """Return the statistics of a step as numbers. step_stats: 0-dim tensors on the device, which
+    are equal on all ranks. This is where the host waits for the step, in one copy."""
+    values = torch.hstack([*step_stats.values()]).tolist()
+    return dict(zip(step_stats, values))
 
-    step_stats   0-dim tensors on the device, which are equal on all ranks already
-    rank_stats   numbers of this rank; the result has the maximum over all ranks
 
-    Everything comes to the host in one copy, which is the host's only wait for the device in a
-    step. A collective of all ranks.
-    """
+def largest_of_ranks(device: torch.device, rank_stats: dict[str, float]) -> dict[str, float]:
+    """Return the maximum over all ranks of each number. A collective of all ranks."""
     largest = torch.tensor([*rank_stats.values()], device=device)
     dist.all_reduce(largest, dist.ReduceOp.MAX)
-    values = torch.hstack([*step_stats.values(), largest]).tolist()
-    return dict(zip([*step_stats, *rank_stats], values))
+    return dict(zip(rank_stats, largest.tolist()))
 
 
 def freeze_gc() -> None:
@@ -1431,11 +1525,11 @@ def log_row(log, row: dict, *parts: str) -> None:
         print(f"log.jsonl cannot be written: {e.strerror}")
 
 
-def close_log(run: Run, log) -> None:
-    """Close log.jsonl, and draw loss.png from it on rank 0."""
+def close_log(run: Run, log, draw: bool) -> None:
+    """Close log.jsonl, and draw loss.png from it on rank 0 if `draw`."""
     try:
         log.close()
-        if run.rank == 0:
+        if draw and run.rank == 0:
             draw_losses(Path(log.name))
     except Exception as e:  # log.jsonl may hold anything, and a picture must not end a run
         print(f"log.jsonl or loss.png could not be written: {e!r}")
@@ -1481,7 +1575,7 @@ class LoopState:
     # how many steps in a row, up to this one, were not finite and so changed no weight
     skips_in_a_row: int = 0
     failure: str = ""  # what went wrong; the run saves, and exits with status 1
-    stop_reason: str = ""  # why the run ends before --steps: a failure or a signal
+    stop_reason: str = ""  # why the run ends before --steps: a failure, a signal or --stop-after
 
 
 def is_due(every: int, step: int) -> bool:
@@ -1490,17 +1584,15 @@ def is_due(every: int, step: int) -> bool:
     return every > 0 and step % every == 0
 
 
-def check_stop(state: LoopState, stats: dict, next_batch: Batch) -> None:
-    """Set the reasons to stop after a step. stats: of reduce_stats. A collective of all ranks."""
+def check_stop(state: LoopState, stop: Stop, stats: dict, next_batch: Batch) -> None:
+    """Set the reasons to stop after a step. stats: its statistics, equal on all ranks. A collective
+    of all ranks."""
     state.skips_in_a_row = 0 if stats["finite"] else state.skips_in_a_row + 1
     if state.skips_in_a_row == MAX_SKIPS:
         state.failure = f"the loss or the gradient was not finite, {MAX_SKIPS} steps in a row"
     if stats["read_failed"]:
         state.failure = first_error(next_batch.read_error)
-
-    state.stop_reason = state.failure
-    if stats["signal"]:
-        state.stop_reason = f"stopped by {signal.Signals(stats['signal']).name}"
+    state.stop_reason = stop.agree_on(stats["stop"]) or state.failure
 
 
 def train(
@@ -1509,6 +1601,7 @@ def train(
     states: States,
     memory: StepMemory | None,
     saver: checkpoint.Saver,
+    signals: StopSignal,
 ) -> str:
     """Run the steps that are left, and save. Returns what went wrong, or "". A collective of all
     ranks."""
@@ -1519,6 +1612,7 @@ def train(
     if run.resumed or only_evaluates:
         state.last_saved_step = state.step
     log = open_to_append(Path(cfg.out, "log.jsonl")) if run.rank == 0 else open(os.devnull, "a")
+    stop = Stop(run, signals, saver, states)
 
     if state.step < cfg.steps:
         batch = load_batch(run, state.samples)
@@ -1526,10 +1620,16 @@ def train(
         if run.plan.pp > 1:
             model.warm_up(next(batch.micro_batches()))
     elif cfg.eval_every > 0:
-        log_row(log, {"step": state.step} | evaluate(run, model), f"step {state.step}")
+        if evaluation := evaluate(run, model, stop):
+            log_row(log, {"step": state.step} | evaluation, f"step {state.step}")
+        state.stop_reason = stop.reason
 
     progress = start_progress_thread(run, states)
-    signals = install_signal_handlers()  # only now: before the loop a signal may simply end the run
+    signals.begin_training()  # only now: before this, a signal may simply end the run
+    if state.step < cfg.steps and not state.stop_reason:
+        state.stop_reason = stop.ask_all()
+        if state.stop_reason:  # nothing was trained, so there is nothing to save
+            state.last_saved_step = state.step
     while state.step < cfg.steps and not state.stop_reason:
         # schedule: the learning rate of this step, and what happens after it
         lr = learning_rate(run, state.step)
@@ -1553,15 +1653,20 @@ def train(
         if not last:
             batch = load_batch(run, state.samples)
 
-        # statistics: here the host waits for the step
-        rank_stats = {
-            "signal": max(signals, default=0),
-            "writing": saver.writing,  # whether this rank still writes a checkpoint
-            "read_failed": bool(batch.read_error),
-            "gpu_gib": gpu_peak_gib(),
-            "host_gib": host_peak_gib(),
-        }
-        row = reduce_stats(run.device, step_stats, rank_stats)
+        # statistics: here the host waits for the step. Only then it looks for signals, so that one
+        # that came during the step ends the run now, and not after another step
+        row = wait_for_step(step_stats)
+        stop.step_seconds.append(time.perf_counter() - started)
+        row |= largest_of_ranks(
+            run.device,
+            {
+                "stop": stop.request(0.0 if last else None),
+                "writing": saver.writing,  # whether this rank still writes a checkpoint
+                "read_failed": bool(batch.read_error),
+                "gpu_gib": gpu_peak_gib(),
+                "host_gib": host_peak_gib(),
+            },
+        )
         if not row["finite"]:
             states.check_uses()
         row |= {"step": state.step, "lr": lr, "seconds": time.perf_counter() - started}
@@ -1569,8 +1674,9 @@ def train(
         if state.step == run.start_step + 1:
             freeze_gc()  # now, because the first step has compiled everything
 
-        # stop?
-        check_stop(state, row, batch)
+        # stop? Then nothing follows that can be left out, because the process may be killed soon
+        check_stop(state, stop, row, batch)
+        evaluates = evaluates and not stop.reason
 
         # evaluate. The memory of planned steps is freed first, because evaluating, saving and
         # exporting may need it
@@ -1578,9 +1684,10 @@ def train(
             memory.give_back()
         if evaluates:
             try:
-                row |= evaluate(run, model)
+                row |= evaluate(run, model, stop)
             except ConfigError as e:
-                state.failure = state.stop_reason = str(e)
+                state.failure = str(e)
+            state.stop_reason = stop.reason or state.failure
 
         # log
         if not row["writing"]:
@@ -1591,6 +1698,8 @@ def train(
         if saves:
             saver.begin(run.meta | {"step": state.step, "samples": state.samples})
             state.last_saved_step = state.step
+        if (evaluates or saves) and not (last or state.stop_reason):
+            state.stop_reason = stop.ask_all()  # both may have taken minutes
 
     # end: save a last checkpoint unless the last step is saved already, draw loss.png, export
     if state.stop_reason:
@@ -1599,7 +1708,7 @@ def train(
     if cfg.save_every >= 0 and (state.last_saved_step != state.step or saver.failed):
         saver.begin(run.meta | {"step": state.step, "samples": state.samples})
         saver.finish()
-    close_log(run, log)
+    close_log(run, log, draw=not stop.reason)
     if cfg.export and state.step >= cfg.steps and state.skips_in_a_row < MAX_SKIPS:
         export(run, states, saver.group)
     return state.failure or saver.failed
@@ -1617,17 +1726,17 @@ def main(argv: list[str] | None = None) -> None:
     # The ranks must join before `configure` checks the flags, so that they refuse them together. A
     # --timeout out of its range is replaced until then
     timeout = min(max(1.0, command_flags.get("timeout", Config.timeout)), 1e9)
-    rank, world, local_rank = start_ranks(timeout)
-
     failure = ""
     advice = "All saved checkpoints are complete: start it again, or continue with --resume"
-    with heartbeat(rank, world, advice), contextlib.ExitStack() as lock:
-        run = configure(command_flags, local_rank)
-        if not run.cfg.dry_run:
-            on_rank_0(lambda: lock.enter_context(checkpoint.locked(Path(run.cfg.out))))
-            failure = train(run, *build_run(run))
-            on_rank_0(lock.close)
-    dist.destroy_process_group()
+    with stop_signals() as signals:
+        rank, world, local_rank = start_ranks(timeout)
+        with heartbeat(rank, world, advice), contextlib.ExitStack() as lock:
+            run = configure(command_flags, local_rank)
+            if not run.cfg.dry_run:
+                on_rank_0(lambda: lock.enter_context(checkpoint.locked(Path(run.cfg.out))))
+                failure = train(run, *build_run(run), signals)
+                on_rank_0(lock.close)
+        dist.destroy_process_group()
     if failure:
         sys.exit(f"train.py: {failure}" if rank == 0 else 1)
 
