@@ -150,13 +150,13 @@ handlers_before = {}
 
 
 class StopSignal:
-    """The first signal that has asked this process to stop, as stop_signals finds it."""
+    """The first signal that has asked this process to stop. See stop_signals."""
 
     def __init__(self):
         self.number = 0  # of the signal; 0: none has come
+        self.lock = threading.Lock()  # so that not both of these become true:
         self.training = False  # whether there may be something to save
         self.ended = False  # whether a signal has ended the start of the run
-        self.lock = threading.Lock()  # of these two
         self.over = False  # whether stop_signals has ended
 
     def begin_training(self) -> None:
@@ -232,24 +232,30 @@ def stop_signals():
         yield stop
     finally:
         stop.over = True
-        restore_handlers(pipe_before)
+        signal.set_wakeup_fd(pipe_before)
+        restore_handlers()
         os.write(write_end, b"\0")
         thread.join()  # it has read all numbers
         os.close(write_end)
         os.close(read_end)
 
 
-def restore_handlers(pipe: int = -1) -> None:
-    """Handle signals as before stop_signals. pipe: what it has replaced (signal.set_wakeup_fd)."""
-    if handlers_before:
-        signal.set_wakeup_fd(pipe)
+def restore_handlers() -> None:
+    """Handle signals as before stop_signals."""
     for number, handler in handlers_before.items():
         signal.signal(number, handler)
     handlers_before.clear()
 
 
-# A forked child has the same pipe: what stops the child must not stop this process
-os.register_at_fork(after_in_child=restore_handlers)
+def forget_signals() -> None:
+    """Handle signals as before stop_signals, in a forked child. It has the same pipe, and what
+    stops the child must not stop this process."""
+    if handlers_before:
+        signal.set_wakeup_fd(-1)
+        restore_handlers()
+
+
+os.register_at_fork(after_in_child=forget_signals)
 
 # ---------------------------------------------------------------------------- groups
 

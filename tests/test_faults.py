@@ -1,5 +1,6 @@
 """Show what happens at signals, lost ranks and nodes, restarts, and faults of a single rank."""
 
+import multiprocessing
 import os
 import re
 import signal
@@ -17,7 +18,7 @@ from torch.distributed.elastic.utils.distributed import get_free_port
 
 import train
 from helpers import on_file_event, saved_steps, uninterrupted_losses
-from ranks import STOP_SIGNALS, StopSignal
+from ranks import STOP_SIGNALS, StopSignal, stop_signals
 from test_all import (
     QUICK_FLAGS,
     ROOT,
@@ -116,14 +117,30 @@ def test_ignored_signals_stay_ignored(tmp_path, monkeypatch):
 
     Catches a run that ends when its terminal is closed, in spite of nohup.
     """
-    signal_in(monkeypatch, "wait_for_step", 2, signal.SIGHUP)
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    signal_in(monkeypatch, "wait_for_step", 2, *STOP_SIGNALS)
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in STOP_SIGNALS}
     try:
         main(f"--steps 4 --save-every -1 --out {tmp_path}")
-        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+        assert {signal.getsignal(number) for number in STOP_SIGNALS} == {signal.SIG_IGN}
     finally:
-        signal.signal(signal.SIGHUP, before)
-    assert len(losses(tmp_path)) == 4
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    assert len(losses(tmp_path)) == 4 and signal.set_wakeup_fd(-1) == -1
+
+
+def test_signals_of_a_forked_child_are_its_own(capsys):
+    """A signal that ends a forked child, as a pool of processes sends it, does not stop the run.
+
+    Catches a run that ends because its workers have ended.
+    """
+    with stop_signals() as stop:
+        child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
+        child.start()
+        child.terminate()
+        child.join(30)
+        time.sleep(0.1)
+        assert child.exitcode == -signal.SIGTERM and not stop.number
+    assert capsys.readouterr().err == ""
 
 
 def test_signals_in_a_save_do_not_lose_it(tmp_path, capsys):
