@@ -299,12 +299,13 @@ NOT_INHERITED = {"resume", "out", "export", "dry_run", "stop_after"}
 
 def duration(text: str) -> int:
     """Return the seconds that --stop-after says: 3h55m is 14100. Raises ValueError."""
-    number = "([0-9]{1,9})"
-    parts = re.fullmatch(f"(?:{number}d)?(?:{number}h)?(?:{number}m)?(?:{number}s?)?", text)
-    days, hours, minutes, seconds = (
-        (int(part or 0) for part in parts.groups()) if parts else 4 * [0]
-    )
-    total = 60 * (60 * (24 * days + hours) + minutes) + seconds
+    in_units = re.fullmatch("([0-9]+d)?([0-9]+h)?([0-9]+m)?([0-9]+s)?", text)
+    total = 0
+    if re.fullmatch("[0-9]{1,12}", text):
+        total = int(text)
+    elif in_units and len(text) < 40:
+        unit_seconds = {"d": 86400, "h": 3600, "m": 60, "s": 1}
+        total = sum(int(part[:-1]) * unit_seconds[part[-1]] for part in in_units.groups() if part)
     if not total:
         raise ValueError(
             f"--stop-after {text}: choose a time of at least one second, such as 3h55m, 90m, 1d2h, "
@@ -1143,9 +1144,7 @@ def read_windows(run: Run, numbers: range, read: Callable) -> tuple[Tensor, str]
         for window, number in zip(windows, numbers):
             tokens = torch.as_tensor(read(number))
             window[: tokens.numel()] = tokens
-    except (
-        OSError
-    ) as e:  # a file has gone, or has become shorter. the step's statistics tell all ranks
+    except OSError as e:  # a file has gone, or has become shorter: `train` tells all ranks
         return windows, str(e)
     return windows, ""
 
