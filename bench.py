@@ -1187,6 +1187,7 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument(
         "--out",
+        type=planner.home_path,
         metavar="DIR",
         help="folder of the results files; default: results"
         " on GPUs, out/results on a CPU, whose figures README does not show",
@@ -1365,6 +1366,6 @@ if __name__ == "__main__":
     try:
         main()
     except (ConfigError, UnexpectedError) as e:
-        if dist.get_rank() == 0:
+        if not dist.is_initialized() or dist.get_rank() == 0:
             print(f"bench.py: error: {e}", file=sys.stderr)
         sys.exit(2 if isinstance(e, ConfigError) else 1)

@@ -61,7 +61,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from data import open_to_append, regular, replace_file
+from data import may_not_read, open_to_append, regular, replace_file
 from model import ModelConfig
 from ops import TensorSlice
 from ranks import ConfigError, all_or_none, check_same, gather_objects, on_rank_0, print0
@@ -163,7 +163,7 @@ class Checkpoint:
 
 def open_checkpoint(folder: Path) -> Checkpoint:
     """Return the checkpoint in a folder. Raises ValueError if anything in it is not as it was
-    written. It does not compare the checksums of the large files, which check_files does."""
+    written, and PermissionError if this user may not read it. It does not compare the checksums of the large files, which check_files does."""
     try:
         text = regular(folder / "meta.json").read_text()
         body, _, crc32 = text.rpartition(',\n "crc32": ')
@@ -180,7 +180,10 @@ def open_checkpoint(folder: Path) -> Checkpoint:
             size_now = (folder / name).stat().st_size
             if size_now != size:
                 raise ValueError(f"{name} has {size_now} bytes, not {size}")
+            regular(folder / name)
         open_parts(saved)
+    except PermissionError as e:  # it may be whole: --resume auto must not pass it over
+        raise PermissionError(f"--resume: {e}") from e
     except Exception as e:  # a file that anybody has written may raise any exception
         raise ValueError(
             f"--resume: {folder} is not a whole checkpoint: {e or repr(e)}; name another one in "
@@ -205,7 +208,7 @@ def check_meta(meta: dict) -> None:
             raise ValueError(f"{name} in meta.json is {meta[name]!r}; it must be a dict")
     for name in ("step", "samples"):
         check_number(meta, name, 0)
-    for name, low in (("seq", 1), ("batch", 1), ("decay_steps", 0)):
+    for name, low in (("seq", 1), ("batch", 1), ("schedule_steps", 0), ("warmup_steps", 0)):
         check_number(meta["config"], name, low)
     check_number(meta["model"], "max_positions", 1)
     if not meta["files"]:
@@ -452,6 +455,7 @@ class Saver:
     group: dist.ProcessGroup | None = None
     room: float | None = None  # bytes of host memory that the copies may take; None: no copies
     failed: str = ""  # why the last save failed, as a sentence; "" if it did not
+    seconds: float = 0.0  # how long the last save took
 
     def __post_init__(self):
         """Allocate the copies. Raises MemoryError if `room` is too small for them."""
@@ -479,6 +483,7 @@ class Saver:
         """Begin to save the states of step meta["step"]. meta: what a resumed run must know, as
         JSON. A collective of all ranks."""
         self.finish()
+        self.began = time.perf_counter()
         self.meta = meta
         self.folder = self.out / f"step-{meta['step']:08d}.tmp"
         parts = self.states.state_parts()
@@ -488,8 +493,13 @@ class Saver:
                 for name, copy in self.copies.items()
             }
         self.job = self.thread.submit(write_states, self.folder, parts)
+        self.job.add_done_callback(lambda _: self.take_time())
         if self.room is None:
             self.finish()
+            self.take_time()  # with the files of the slowest rank
+
+    def take_time(self) -> None:
+        self.seconds = time.perf_counter() - self.began
 
     def finish(self) -> None:
         """Wait for the files of all ranks, and give the checkpoint its name. A collective of all
@@ -536,7 +546,8 @@ def steps_of(out: Path) -> list[Path]:
 
 
 def find_checkpoint(out: Path, resume: str, passed_over: Sequence[Path] = ()) -> Checkpoint | None:
-    """Return the checkpoint to continue from, or None to start anew. Raises ValueError.
+    """Return the checkpoint to continue from, or None to start anew. Raises ValueError, or
+    PermissionError.
 
     resume: --resume, which is "never", "latest", "auto" (the latest, if there is any) or a folder.
     "latest" and "auto" skip a checkpoint that is not whole, and take the one before it.
@@ -545,6 +556,8 @@ def find_checkpoint(out: Path, resume: str, passed_over: Sequence[Path] = ()) ->
         return None
     if resume not in ("auto", "latest"):
         return open_checkpoint(Path(resume))
+    if out.exists() and not os.access(out, os.R_OK | os.X_OK):  # steps_of would find nothing
+        raise may_not_read(out)
     for folder in reversed(steps_of(out)):
         if folder in passed_over:
             continue

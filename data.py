@@ -58,10 +58,29 @@ SEGMENT_CHARS = (
 
 def regular(path: Path) -> Path:
     """Return `path`, after a check that it may be read: it is a regular file, or does not exist.
-    Raises OSError if it is a FIFO, a device or a folder."""
-    if path.exists() and not path.is_file():
-        raise OSError(f"{path} is no regular file")
+    Raises OSError if it is a FIFO, a device or a folder, or if this user may not read it."""
+    try:
+        if path.exists():
+            if not path.is_file():
+                raise OSError(f"{path} is no regular file")
+            open(path, "rb").close()
+    except PermissionError as e:
+        raise may_not_read(path) from e
     return path
+
+
+def may_not_read(path: Path) -> PermissionError:
+    """Return the error for a file that exists and that this user may not read. Libraries would say
+    that it is missing or broken."""
+    try:
+        status = path.stat()
+        who = f"it has mode {status.st_mode & 0o777:o}, and user {status.st_uid} owns it"
+    except OSError:
+        who = "a folder above it is closed"
+    return PermissionError(
+        f"{path} exists, but user {os.geteuid()} may not read it (Permission denied): {who}. Let "
+        "the owner allow it, for example by chmod a+rX, or copy it"
+    )
 
 
 def own_file(path: Path, folder: Path) -> Path:
@@ -137,8 +156,11 @@ class Corpus:
         self.ignored_id = ignored_id
         self.bounds = [0]  # the first token of each file, and the end of the last one
         for file in files:
-            with open(file, "rb") as handle:  # a file that cannot be read fails before any work
-                count, rest = divmod(handle.seek(0, os.SEEK_END), dtype.itemsize)
+            try:
+                with open(file, "rb") as handle:  # a file that cannot be read fails before any work
+                    count, rest = divmod(handle.seek(0, os.SEEK_END), dtype.itemsize)
+            except PermissionError as e:
+                raise PermissionError(f"--data: {may_not_read(file)}") from e
             if rest:
                 raise ValueError(
                     f"--data: {file} is not a whole number of {dtype.itemsize}-byte tokens"

@@ -52,6 +52,7 @@ import csv
 import itertools
 import math
 import operator
+import os
 import subprocess
 import sys
 import tempfile
@@ -543,14 +544,17 @@ def draw(path: str, buffers: list[Lifetime], plan: AddressPlan, title: str = "")
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], allow_abbrev=False)
+    path = os.path.expanduser  # a shell does not expand the ~ of --out=~/plan.csv
     parser.add_argument(
-        "trace", help="CSV file with the columns id,lower,upper,size, and maybe pass"
+        "trace", type=path, help="CSV file with the columns id,lower,upper,size, and maybe pass"
     )
     parser.add_argument(
         "--time-limit", type=float, default=60.0, help="most seconds for the plan (default: 60)"
     )
-    parser.add_argument("--out", help="CSV file to write: the trace's columns and the offset")
-    parser.add_argument("--plot", help="PNG file to write: addresses over time")
+    parser.add_argument(
+        "--out", type=path, help="CSV file to write: the trace's columns and the offset"
+    )
+    parser.add_argument("--plot", type=path, help="PNG file to write: addresses over time")
     args = parser.parse_args(argv)
     if not args.time_limit > 0:
         parser.error(f"--time-limit {args.time_limit}: it must be above 0 seconds")

@@ -67,6 +67,7 @@ import itertools
 import json
 import math
 import operator
+import os
 import re
 import sys
 import typing
@@ -148,12 +149,33 @@ def flag_name(field_name: str) -> str:
     return "--" + field_name.replace("_", "-")
 
 
+def home_path(text):
+    """Return a path in which ~ or ~USER at the beginning is that home.
+
+    Shells do this only at the beginning of a word, and so not in --out=~/run and hf:~/model, nor
+    for the second path of a.txt,~/b.txt. A text that is no path stays as it is. Raises
+    ArgumentTypeError if there is no such home.
+    """
+    parts = re.split("(^hf:|,(?=~))", text)
+    for i, part in enumerate(parts):
+        if part.startswith("~"):
+            parts[i] = os.path.expanduser(part)
+        if parts[i].startswith("~"):
+            raise argparse.ArgumentTypeError(
+                f"{text}: this machine does not say where the home {part.partition('/')[0]} is. "
+                f"Write the whole path, or ./{part} if that is the file's name"
+            )
+    return "".join(parts)
+
+
+home_path.__name__ = "str"  # so --help says it
+
+
 def flag_type(f):
     """Return the function that converts a flag's text to its value. If the field may be None, the
-    text `auto` means None."""
+    text `auto` means None. Any text may be a path, so all texts go through home_path."""
     value_type, *optional = typing.get_args(f.type) or [f.type]
-    if value_type is int:
-        value_type = size
+    value_type = {int: size, str: home_path}.get(value_type, value_type)
 
     def convert(text):
         return None if optional and text == "auto" else value_type(text)

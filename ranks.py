@@ -1,11 +1,11 @@
-"""Start the ranks, let them agree, and name a rank that dies.
+"""Start the ranks, let them agree, let signals stop them, and name a rank that dies.
 
 A rank is a process. On GPUs, torchrun starts one rank per GPU on every node, and with
 --max-restarts it restarts all of them when one dies. This file handles what can go wrong between
 ranks. Its functions are collectives, which all ranks must call, if their docstrings say so:
 
     use_more_queues()         give each CUDA stream its own queue, so that none holds up another
-    start_ranks(timeout)      join the other ranks, also after a restart
+    start_ranks(timeout)      join the other ranks, also after a restart; refuse other launchers
     Groups(timeout, tp, pp)   make process groups: ranks with the same key communicate
     print0(text)              print on rank 0 only
     all_or_none(check, x)     run check(x) on all ranks; if it fails on one, all ranks raise
@@ -14,6 +14,7 @@ ranks. Its functions are collectives, which all ranks must call, if their docstr
     first_error(text)         all ranks get the first error of any rank
     check_same(facts)         all ranks raise if a fact, such as a flag, differs between ranks
     patient_group()           a group whose collectives may take longer than --timeout
+    with stop_signals():      signals ask the run to stop, so that it can save
     with heartbeat(...):      if a rank is dead or unreachable, the remaining ranks name it and end
 
 If a check fails on one rank only, the remaining ranks go on to a collective that this rank never
@@ -37,6 +38,7 @@ import traceback
 from collections import deque
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -47,6 +49,35 @@ BEAT_S = 2.0  # seconds between two beats of a rank (see heartbeat)
 SILENT_BEATS = 10
 
 # ---------------------------------------------------------------------------- start
+
+# Other launchers, and the variables in which they tell a process how many of it they have started.
+# Of srun's two, the first one counts if it is there: it belongs to the step, not to the whole job
+LAUNCHERS = {
+    "srun": ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"),
+    "mpirun": ("OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE", "PMI_SIZE"),
+    "jsrun": ("JSM_NAMESPACE_SIZE",),
+    "flux": ("FLUX_JOB_SIZE",),
+}
+
+
+def check_launcher() -> None:
+    """Raise ConfigError if another launcher than torchrun has started several processes. They would
+    not know of each other, and each would train alone. Every process finds the same error."""
+    if "RANK" in os.environ:
+        return
+    for launcher, names in LAUNCHERS.items():
+        name = next((name for name in names if name in os.environ), None)
+        count = os.environ.get(name or "", "")
+        if count.isdecimal() and int(count) > 1:
+            raise ConfigError(
+                f"{launcher} has started {count} tasks ({name}={count}), but no torchrun tells "
+                "them their RANK, so each would train alone. Start one torchrun per node, which "
+                "starts a rank per GPU, as README's Slurm script does: #SBATCH --nodes 4 "
+                "--ntasks-per-node 1, and srun torchrun --nnodes 4 --nproc_per_node 8 "
+                "--rdzv-backend c10d --rdzv-id $SLURM_JOB_ID --rdzv-endpoint $(scontrol show "
+                "hostnames | head -n 1):29400 train.py. To train with one process on purpose, "
+                f"unset {name}"
+            )
 
 
 def use_more_queues() -> None:
@@ -62,8 +93,10 @@ def start_ranks(timeout: float) -> tuple[int, int, int]:
     """Join torchrun's ranks, or start as the only rank. Returns (rank, world size, local rank).
 
     timeout: of collectives, in seconds. This also sets the number of CPU threads. Several ranks
-    have one thread each. A single rank has OMP_NUM_THREADS threads, or else one per core.
+    have one thread each. A single rank has OMP_NUM_THREADS threads, or else one per core. Raises
+    ConfigError if another launcher has started several processes.
     """
+    check_launcher()
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
     limit = timedelta(seconds=timeout)
     if "RANK" in os.environ:
@@ -83,6 +116,146 @@ def start_ranks(timeout: float) -> tuple[int, int, int]:
         torch.set_num_threads(len(os.sched_getaffinity(0)))
     return rank, world, dist.get_node_local_rank(0)
 
+
+def process_seconds() -> float:
+    """Return the seconds since this run's processes started. Below torchrun these are the seconds
+    since torchrun started, because ranks that it starts again are still in the same job."""
+    pid = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else os.getpid()
+    try:
+        # the name of the program is in parentheses, and may have spaces; see proc(5)
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        ticks = int(fields[19])  # from the start of the machine to the start of the process
+        return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+    except (OSError, ValueError, IndexError):  # no /proc, or of another form
+        return time.monotonic() - IMPORTED_AT
+
+
+IMPORTED_AT = time.monotonic()
+
+# ---------------------------------------------------------------------------- signals
+
+# Ctrl-C, kill and most schedulers, a closed terminal, and the warnings that a scheduler can be told
+# to send before its time limit
+STOP_SIGNALS = (
+    signal.SIGINT,
+    signal.SIGTERM,
+    signal.SIGHUP,
+    signal.SIGUSR1,
+    signal.SIGUSR2,
+)
+EXIT_SECONDS = 5.0  # for cleaning up, if a signal ends the start of a run
+
+# signal -> its handler before stop_signals, while that is active
+handlers_before = {}
+
+
+class StopSignal:
+    """The first signal that has asked this process to stop. See stop_signals."""
+
+    def __init__(self):
+        self.number = 0  # of the signal; 0: none has come
+        self.lock = threading.Lock()  # so that not both of these become true:
+        self.training = False  # whether there may be something to save
+        self.ended = False  # whether a signal has ended the start of the run
+        self.over = False  # whether stop_signals has ended
+
+    def begin_training(self) -> None:
+        """Note that from here on there may be something to save."""
+        with self.lock:
+            self.training = not self.ended
+        if self.ended:
+            sys.exit(0)
+
+    def handle(self, number: int, _) -> None:
+        """Note a signal. Before the training, end the process. Runs on the main thread, as soon as
+        this runs Python code."""
+        first = not self.number
+        self.number = self.number or number
+        if first and not self.training:
+            sys.exit(0)
+
+    def watch(self, pipe: int) -> None:
+        """Say that a signal has come, and end the process if the main thread cannot. Runs on a
+        thread of its own, because the main thread may wait for other ranks or for the GPU, and runs
+        no Python code until then. pipe: where the numbers of signals come from, and at last 0."""
+        said = False
+        while number := os.read(pipe, 1)[0]:
+            if number not in STOP_SIGNALS or said:
+                continue  # further signals change nothing: the save must not be lost
+            said = True
+            name = signal.Signals(number).name
+            with self.lock:
+                self.ended = not self.training
+            if self.training:
+                self.number = self.number or number
+                print0(
+                    f"{name}: the run ends after this step. SIGQUIT (Ctrl-\\) would end it at "
+                    "once, without a save"
+                )
+                continue
+            rank = f"rank {os.environ['RANK']}: " if "RANK" in os.environ else ""
+            text = f"stopped by {name} before the first step, so there is nothing to save"
+            print(f"{rank}{text}", file=sys.stderr, flush=True)
+            timer = threading.Timer(EXIT_SECONDS, self.exit)
+            timer.daemon = True
+            timer.start()
+
+    def exit(self) -> None:
+        """End the process at once, unless stop_signals has ended."""
+        if not self.over:
+            os._exit(0)
+
+
+@contextlib.contextmanager
+def stop_signals():
+    """Let the STOP_SIGNALS ask this process to stop, while the `with` block runs. Yields the
+    StopSignal.
+
+        before begin_training()  there is nothing to save: the process ends at once
+        after it                 StopSignal.number is the first signal. The run asks for it where
+                                 all ranks can stop together, and saves
+
+    A signal that is ignored already stays ignored, as SIGHUP is below nohup. Processes that this
+    one forks handle signals as before.
+    """
+    stop = StopSignal()
+    read_end, write_end = os.pipe()
+    os.set_blocking(write_end, False)
+    thread = threading.Thread(target=stop.watch, args=[read_end], daemon=True)
+    thread.start()
+    for number in STOP_SIGNALS:
+        if signal.getsignal(number) != signal.SIG_IGN:
+            handlers_before[number] = signal.signal(number, stop.handle) or signal.SIG_DFL
+    # Python's own handler writes a signal's number here at once, whatever the main thread does
+    pipe_before = signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
+    try:
+        yield stop
+    finally:
+        stop.over = True
+        signal.set_wakeup_fd(pipe_before)
+        restore_handlers()
+        os.write(write_end, b"\0")
+        thread.join()  # it has read all numbers
+        os.close(write_end)
+        os.close(read_end)
+
+
+def restore_handlers() -> None:
+    """Handle signals as before stop_signals."""
+    for number, handler in handlers_before.items():
+        signal.signal(number, handler)
+    handlers_before.clear()
+
+
+def forget_signals() -> None:
+    """Handle signals as before stop_signals, in a forked child. It has the same pipe, and what
+    stops the child must not stop this process."""
+    if handlers_before:
+        signal.set_wakeup_fd(-1)
+        restore_handlers()
+
+
+os.register_at_fork(after_in_child=forget_signals)
 
 # ---------------------------------------------------------------------------- groups
 

@@ -23,6 +23,7 @@ waits for it.
 import contextlib
 import mmap
 import os
+import re
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -152,31 +153,114 @@ def in_unit(nbytes: float, digits: int = 1) -> str:
     return f"{nbytes / unit:.{digits}f} {name}"
 
 
-def host_budget(ranks: int, asked: int | None) -> float:
+def host_budget(ranks: int, asked: int | None, root: Path = Path("/")) -> float:
     """Return the bytes of host memory that a rank may use for optimizer states and activations.
 
     ranks: number of ranks on this node, which share its memory equally.
-    asked: --host-memory, in bytes per node. None: seven eighths of what the machine allows. If this
-    process is in a Linux control group (a container, say), the group's limit counts, too. Raises
-    ValueError if less is allowed than was asked for.
+    asked: --host-memory, in bytes per node. None: seven eighths of what the node allows, which is
+    the smallest of the machine's memory and the limits of this process's control groups.
+    root: where the files of /proc and /sys lie.
+
+    Memory that is in use already is not subtracted from a limit, because most of it is usually the
+    cache of files, which gives way. Raises ValueError if less is allowed than was asked for.
     """
-    limits = [HOST_BYTES]
-    path = Path("/proc/self/cgroup").read_text().partition("::")[2].strip()
-    group = Path("/sys/fs/cgroup" + path)
-    for folder in (group, *group.parents):
-        with contextlib.suppress(OSError, ValueError):  # the file is missing, or says "max"
-            limits.append(int((folder / "memory.max").read_text()))
-    allowed = min(limits)
+    limits = {"this machine": HOST_BYTES} | control_group_limits(root)
+    smallest = min(limits, key=limits.get)
+    allowed = limits[smallest]
 
     if asked is None:
         return allowed * 7 // 8 / ranks
     if asked > allowed:
         raise ValueError(
-            f"--host-memory {in_unit(asked)} is too much: this machine, or its control group, "
-            f"allows {in_unit(allowed)}. Ask for less than that, because other things on the "
-            "node need some of it."
+            f"--host-memory {in_unit(asked)} is too much: {smallest} allows {in_unit(allowed)}. "
+            "Ask for less than that, because other things on the node need some of it."
         )
     return asked / ranks
+
+
+# The files of a control group that limit memory, by the type of the file system in which they lie.
+# A group of version 2 that is above memory.high is not killed, but stands still, because pinned
+# memory cannot be reclaimed
+LIMIT_FILES = {
+    "cgroup2": ("memory.max", "memory.high"),
+    "cgroup": ("memory.limit_in_bytes", "memory.stat"),
+}
+# Where these file systems are mounted if /proc/self/mountinfo does not say it: (type, which group
+# is mounted, where)
+USUAL_MOUNTS = [("cgroup2", "/", "/sys/fs/cgroup"), ("cgroup", "/", "/sys/fs/cgroup/memory")]
+
+
+def control_group_limits(root: Path = Path("/")) -> dict[str, int]:
+    """Return the memory limits in bytes of this process's control groups, by the limit's file.
+
+    Linux limits the memory of a container, a service or a Slurm job by control groups. Groups are
+    folders, and a process is held to the limits of its group and of every group above it. They have
+    two versions, and a machine may have both (hybrid). /proc/self/cgroup names the process's group
+    in each, and /proc/self/mountinfo says where the folders are:
+
+        version   line of /proc/self/cgroup    mounted as               the limit is in
+        1         9:memory:/slurm/job_7        cgroup, with "memory"    memory.limit_in_bytes
+        2         0::/system.slice/job         cgroup2                  memory.max, memory.high
+
+    A container of version 1 sees its own group only. There memory.stat has the smallest limit of
+    the groups above, as hierarchical_memory_limit. "No limit" is the word max, or in version 1 a
+    number that is larger than any memory.
+    """
+    groups = {}  # type of the file system -> this process's group
+    for line in read_lines(root / "proc/self/cgroup"):
+        _, _, controllers_and_group = line.partition(":")
+        controllers, _, group = controllers_and_group.partition(":")
+        if not controllers:
+            groups["cgroup2"] = group
+        elif "memory" in controllers.split(","):
+            groups["cgroup"] = group
+
+    limits = {}
+    for kind, mounted_group, mount_point in control_group_mounts(root) or USUAL_MOUNTS:
+        if kind not in groups:
+            continue
+        top = root / mount_point.lstrip("/")
+        below = os.path.relpath(groups[kind], mounted_group)
+        # a container may name a group that it does not see: then the mounted one is its own
+        names = () if below.startswith("..") else Path(below).parts
+        for depth in range(len(names) + 1):
+            folder = top.joinpath(*names[:depth])
+            for name in LIMIT_FILES[kind]:
+                for line in read_lines(folder / name):
+                    key, _, value = line.rpartition(" ")
+                    if key in ("", "hierarchical_memory_limit") and value.isdecimal():
+                        limits[str(folder / name)] = int(value)
+    return limits
+
+
+def control_group_mounts(root: Path) -> list[tuple[str, str, str]]:
+    """Return (type of the file system, the group that is mounted, where) of each mount of
+    /proc/self/mountinfo that may have limits of memory. A line of that file is, shortened:
+
+        31 25 0:27 /docker/7f /sys/fs/cgroup/memory rw,nosuid shared:9 - cgroup cgroup rw,memory
+    """
+    mounts = []
+    for line in read_lines(root / "proc/self/mountinfo"):
+        place, _, system = line.partition(" - ")
+        fields = place.split(" ")
+        kind = system.partition(" ")[0]
+        options = system.rpartition(" ")[2].split(",")
+        if len(fields) > 4 and (kind == "cgroup2" or (kind == "cgroup" and "memory" in options)):
+            mounts.append((kind, unescaped(fields[3]), unescaped(fields[4])))
+    return mounts
+
+
+def unescaped(text: str) -> str:
+    r"""Return a path of mountinfo, where a space is written as \040."""
+    return re.sub(r"\\([0-7]{3})", lambda code: chr(int(code[1], 8)), text)
+
+
+def read_lines(path: Path) -> list[str]:
+    """Return the lines of a file; none if it cannot be read."""
+    try:
+        return path.read_text().splitlines()
+    except (OSError, ValueError):  # it is missing, it is not for us, or it is no text
+        return []
 
 
 def pin_host_buffers(sizes: list[int], pin: bool) -> list[Tensor]:

@@ -675,7 +675,7 @@ def values_to_save(states: shard.States) -> torch.Tensor:
 def save_checkpoint(states: shard.States, folder: Path, step: int) -> None:
     """Save states as the checkpoint of a step, with made-up facts about the run."""
     saver = checkpoint.Saver(folder, 2, states)
-    config = {"seq": 1, "batch": 1, "decay_steps": 0}
+    config = {"seq": 1, "batch": 1, "schedule_steps": 0, "warmup_steps": 0}
     saver.begin(
         {"step": step, "samples": 0, "config": config, "model": {"max_positions": 1}, "source": {}}
     )

@@ -30,10 +30,11 @@ has its mean loss, the gradient's global norm before clipping, the learning rate
 per second (TGS), the seconds of the step, and the time left. OUT/log.jsonl has the same numbers and
 more, one row per step.
 
-SIGTERM or SIGINT lets the run finish its step and save (checkpoint.py). A killed run loses only the
-steps since its last checkpoint: `--resume` continues from there, and under the same plan its losses
-are bit-equal. The exit status is 0 for a finished or stopped run, 1 for a run that failed, and 2
-for flags or files that are refused.
+SIGTERM, SIGINT, SIGHUP, SIGUSR1 or SIGUSR2 lets the run finish its step and save (checkpoint.py),
+and so does --stop-after when time is short. An evaluation is left, and a start ends at once. A
+killed run loses only the steps since its last checkpoint: `--resume` continues from there, and
+under the same plan its losses are bit-equal. The exit status is 0 for a finished or stopped run, 1
+for a run that failed, and 2 for flags or files that are refused.
 
 The order of the file is the order of a command:
 
@@ -47,7 +48,7 @@ rank, B sequences per micro-batch, b = M * B sequences per rank, T tokens per se
 on a rank, and n of these between matrix products: T/sp, or T/sp/tp if the tensor-parallel mode
 splits tokens.
 
-Left out: a learning-rate schedule besides the cosine, several data sets with weights, generation.
+Left out: several data sets with weights, generation.
 """
 
 import contextlib
@@ -64,6 +65,7 @@ import tempfile
 import threading
 import time
 import warnings
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
@@ -130,16 +132,20 @@ from planner import (
 from ranks import (
     ConfigError,
     Groups,
+    StopSignal,
     UnexpectedError,
     all_or_none,
     check_same,
     first_error,
     gather_objects,
     heartbeat,
+    merge_errors,
     on_rank_0,
     patient_group,
     print0,
+    process_seconds,
     start_ranks,
+    stop_signals,
     use_more_queues,
 )
 from replay import StepMemory, mark
@@ -149,6 +155,16 @@ from tensor import TensorParallel, check_tensor_parallel, split_model
 
 EVAL_SEQUENCES = 64  # an evaluation runs at most this many sequences
 MAX_SKIPS = 5  # the run ends after this many non-finite steps in a row
+
+# How far the learning rate has fallen from --lr (0) to its minimum (1), by the fraction of the decay
+# that is done. wsd falls as 1 - sqrt, which Hägele et al. (arXiv 2405.18392) found better
+# than a line; in their runs a decay of 20 % of the steps, our auto, was as good as a cosine
+SCHEDULES = {
+    "cosine": lambda done: 0.5 * (1 - math.cos(math.pi * done)),
+    "constant": lambda done: 0.0,
+    "wsd": math.sqrt,
+}
+DECAY_FRACTION = 0.2  # of the steps of --schedule wsd
 
 # ---------------------------------------------------------------------------- flags
 
@@ -189,9 +205,18 @@ class Config(Constraints):
     lr: float | None = flag(
         None, "Peak learning rate. auto: 3e-3 for tiny, 6e-4 for 160m, 2e-5 with --init, else "
         "3e-4.", 0, 1e30)
+    schedule: str = flag(
+        "cosine", "Learning rate after the warm-up. cosine: falls until the --steps of the first "
+        "command; a resumed run with more steps stays at the final rate. constant: stays at --lr. "
+        "wsd (warm-up, stable, decay): stays at --lr, and falls in the last --decay-steps. If a "
+        "run is resumed before the decay, the decay moves to the end of the new --steps; later, "
+        "it ends where it would have ended, and the run stays at the final rate.",
+        among=tuple(SCHEDULES))
+    decay_steps: float | None = flag(
+        None, "Steps of the decay of --schedule wsd; below 1, a fraction of --steps. auto: 0.2.",
+        0, 2**40)
     min_lr: float = flag(
-        0.1, "Final learning rate as a fraction of --lr. The decay ends at the --steps of the "
-        "first command. A resumed run with more steps stays at this rate.", 0, 1)
+        0.1, "Final learning rate of a decay, as a fraction of --lr.", 0, 1)
     warmup: int | None = flag(
         None, "Steps of linear warm-up. auto: a quarter of the first command's --steps, at most "
         "500.", 0, 2**40)
@@ -214,6 +239,11 @@ class Config(Constraints):
     timeout: float = flag(
         600.0, "Seconds that a collective waits for a rank before the run fails.", 1, 1e9)
     dry_run: bool = flag(False, "Print the best plans with their memory, and end without training.")
+    stop_after: str = flag(
+        "", "Time after which the run has to be over, such as 3h55m, 90m, 1d2h or 45s, or a number "
+        "of seconds. It counts from the start of the process, below torchrun from torchrun's. The "
+        "run saves and ends before a step that might not fit any more. A resumed run does not "
+        "inherit it.")
     out: str = flag(
         "out", "Folder for checkpoints, log.jsonl and loss.png, which draws the loss by step and "
         "by position.", group="files and checkpoints")
@@ -242,6 +272,21 @@ class Config(Constraints):
             raise ValueError(
                 f"--init {self.init} is unknown. Say random, or hf:DIR with a Hugging Face folder"
             )
+        if self.stop_after:
+            duration(self.stop_after)
+        if self.decay_steps is not None and self.schedule != "wsd":
+            raise ValueError(
+                f"--decay-steps {self.decay_steps:g} belongs to --schedule wsd, and the schedule "
+                f"is {self.schedule}. Pass --decay-steps auto, or --schedule wsd"
+            )
+        if self.decay_steps is not None and (
+            self.decay_steps == 0 or (self.decay_steps > 1 and self.decay_steps % 1)
+        ):
+            raise ValueError(
+                f"--decay-steps {self.decay_steps:g}: choose a whole number of steps, such as "
+                f"{max(1, int(self.decay_steps))}, or a fraction of --steps between 0 and 1. "
+                "--schedule constant has no decay"
+            )
 
     @property
     def import_folder(self) -> str:
@@ -250,7 +295,24 @@ class Config(Constraints):
 
 
 # Flags that count for one command only: a resumed run does not inherit them
-NOT_INHERITED = {"resume", "out", "export", "dry_run"}
+NOT_INHERITED = {"resume", "out", "export", "dry_run", "stop_after"}
+
+
+def duration(text: str) -> int:
+    """Return the seconds that --stop-after says: 3h55m is 14100. Raises ValueError."""
+    in_units = re.fullmatch("([0-9]+d)?([0-9]+h)?([0-9]+m)?([0-9]+s)?", text)
+    total = 0
+    if re.fullmatch("[0-9]{1,12}", text):
+        total = int(text)
+    elif in_units and len(text) < 40:
+        unit_seconds = {"d": 86400, "h": 3600, "m": 60, "s": 1}
+        total = sum(int(part[:-1]) * unit_seconds[part[-1]] for part in in_units.groups() if part)
+    if not total:
+        raise ValueError(
+            f"--stop-after {text}: choose a time of at least one second, such as 3h55m, 90m, 1d2h, "
+            "45s, or a number of seconds"
+        )
+    return total
 
 
 def parse(argv: list[str] | None = None) -> dict:
@@ -427,6 +489,72 @@ def choose_model(cfg: Config, device: torch.device, resumed: checkpoint.Checkpoi
     return cfg, model, source, read_weights
 
 
+def decay_length(decay_steps: float | None, steps: int) -> int:
+    """Return the steps of wsd's decay in a schedule of so many steps. decay_steps: --decay-steps,
+    a number of steps, or a fraction of them. A fraction gives at least one step."""
+    if decay_steps is None:
+        decay_steps = DECAY_FRACTION
+    if decay_steps < 1:
+        return max(1, round(decay_steps * steps))
+    return int(decay_steps)
+
+
+def lay_out_schedule(cfg: Config, resumed: checkpoint.Checkpoint | None) -> dict[str, int]:
+    """Return the steps of the warm-up, and of the whole schedule, as meta.json records them.
+
+    A run's first command decides both, so that a resumed run with other --steps has no jump in its
+    learning rate. There is one exception: before the decay of wsd begins, the rate does not depend
+    on the end, so the end moves to the new --steps. Example: wsd, --steps 100 --decay-steps 20.
+
+        resumed at   with --steps   the decay
+        60           200            begins at step 180
+        80           200            begins at step 180
+        90           200            has begun at step 80, and ends at step 100; then the rate stays
+
+    Raises ValueError if warm-up and decay do not fit into the steps.
+    """
+    warmup, steps = cfg.warmup, cfg.steps
+    start_step = resumed.meta["step"] if resumed else 0
+    moves = True  # whether this command decides where the schedule ends
+    if start_step:
+        old = resumed.meta["config"]
+        if warmup is None:
+            warmup = old["warmup_steps"]
+        moves = cfg.schedule == "wsd" and cfg.steps > start_step
+        if moves and old["schedule"] == "wsd":
+            old_decay = decay_length(old["decay_steps"], old["schedule_steps"])
+            began = old["schedule_steps"] - old_decay
+            moves = start_step <= began
+            if not moves and decay_length(cfg.decay_steps, old["schedule_steps"]) != old_decay:
+                raise ValueError(
+                    f"--decay-steps cannot change any more: the run resumes at step {start_step}, "
+                    f"and its decay of {old_decay} steps began at step {began}. Drop "
+                    "--decay-steps, or resume a checkpoint from before the decay"
+                )
+        if not moves:
+            steps = old["schedule_steps"]
+    if warmup is None:
+        warmup = min(steps // 4, 500)
+    if not cfg.steps > start_step:  # nothing is trained
+        return {"warmup_steps": warmup, "schedule_steps": steps}
+
+    if warmup > steps:
+        raise ValueError(
+            f"--warmup {warmup} is longer than the {steps} steps of the schedule. Choose at most "
+            f"--warmup {steps}"
+        )
+    earliest = max(warmup, start_step)  # the first step that the decay may have
+    decay = decay_length(cfg.decay_steps, steps)
+    if cfg.schedule == "wsd" and moves and earliest + decay > steps:
+        raise ValueError(
+            f"--decay-steps: a decay of {decay} steps that ends with step {steps} would begin at "
+            f"step {steps - decay}, which is before step {earliest}, the end of the warm-up or the "
+            f"start of this command. Choose at most --decay-steps {steps - earliest}, or more "
+            "--steps"
+        )
+    return {"warmup_steps": warmup, "schedule_steps": steps}
+
+
 def open_data(cfg: Config, model: ModelConfig) -> tuple:
     """Return the flags with --document-token, training and validation sequences, and a fingerprint
     of the data files.
@@ -553,6 +681,7 @@ def configure(command_flags: dict, local_rank: int) -> Run:
     if resumed:
         old = resumed.meta["config"]
         cfg = all_or_none(resumed_flags, command_flags, old)
+    schedule = all_or_none(lay_out_schedule, cfg, resumed)
 
     # ---- device
     device = all_or_none(choose_device, cfg, local_rank)
@@ -585,20 +714,17 @@ def configure(command_flags: dict, local_rank: int) -> Run:
 
     # ---- where to start
     start_step = start_samples = 0
-    decay_steps = cfg.steps
     if resumed:
         start_step = resumed.meta["step"]
         # if --seq has changed, a sequence of this run is more or less than one of the old run
         start_samples = resumed.meta["samples"] * old["seq"] // cfg.seq
-    if start_step:
-        decay_steps = old["decay_steps"]
 
     # All that the losses depend on. On a CPU the number of threads is a part of it, because the
     # threads share each sum, and so change its rounding
     config = asdict(cfg) | {
         "the data": data_fingerprint,
         "threads": torch.get_num_threads(),
-        "decay_steps": decay_steps,
+        **schedule,
     }
     run = Run(
         cfg,
@@ -1019,7 +1145,7 @@ def read_windows(run: Run, numbers: range, read: Callable) -> tuple[Tensor, str]
         for window, number in zip(windows, numbers):
             tokens = torch.as_tensor(read(number))
             window[: tokens.numel()] = tokens
-    except OSError as e:  # a file has gone, or has become shorter. reduce_stats tells all ranks
+    except OSError as e:  # a file has gone, or has become shorter: `train` tells all ranks
         return windows, str(e)
     return windows, ""
 
@@ -1107,7 +1233,7 @@ def to_device(tensor: Tensor, run: Run) -> Tensor:
 
 
 @torch.no_grad()
-def evaluate(run: Run, model: LLaMA | Pipeline) -> dict:
+def evaluate(run: Run, model: LLaMA | Pipeline, stop: "Stop") -> dict:
     """Return the loss on the first validation sequences, as fields of a row of log.jsonl:
 
         val_loss               mean loss; None if all labels are IGNORE
@@ -1115,7 +1241,9 @@ def evaluate(run: Run, model: LLaMA | Pipeline) -> dict:
                                positions 0, 1, 2 to 3, 4 to 7, 8 to 15, ... in a sequence, or in a
                                document if there are documents
 
-    Raises ConfigError if a rank cannot read its data. A collective of all ranks.
+    If the run has to stop, the evaluation is left after the batch that runs, and the result is
+    empty: the loss of some of the sequences is not the loss. Raises ConfigError if a rank cannot
+    read its data. A collective of all ranks.
     """
     plan = run.plan
     count = min(run.validation.count, EVAL_SEQUENCES)
@@ -1126,10 +1254,19 @@ def evaluate(run: Run, model: LLaMA | Pipeline) -> dict:
 
     # (bins, 2): the sum of the losses, and the number of valid labels
     total = torch.zeros(plan.seq.bit_length() + 1, 2, dtype=torch.float64, device=run.device)
+    started = time.perf_counter()
     for first in range(0, count, sequences_at_once):
         batch = load_batch(run, first, read, sequences_at_once)
-        if error := first_error(batch.read_error):
+        # the host waits for the batch before, because it could not take back what it has launched
+        if run.device.type == "cuda":
+            torch.cuda.current_stream().synchronize()
+        batch_seconds = time.perf_counter() - started
+        started += batch_seconds
+        errors, requests = zip(*gather_objects((batch.read_error, stop.request(batch_seconds))))
+        if error := merge_errors([*errors]):
             raise ConfigError(error)
+        if stop.agree_on(max(requests)):
+            return {}
         [(tokens, labels, _, positions, documents)] = batch.micro_batches()
         losses = model(tokens, labels, None, positions, documents, per_token=True)  # (B, n)
         valid = (labels if LLaMA.labels_ahead == 1 else labels[..., 0]) != IGNORE
@@ -1177,15 +1314,27 @@ def export(run: Run, states: States, group: dist.ProcessGroup) -> None:
 
 
 def learning_rate(run: Run, step: int) -> float:
-    """Return the learning rate of a step, counted from 0: linear warm-up to lr, then a cosine down
-    to min_lr * lr at decay_steps, and min_lr * lr from there on."""
-    cfg = run.cfg
-    decay_steps = run.meta["config"]["decay_steps"]
-    warmup = min(decay_steps // 4, 500) if cfg.warmup is None else cfg.warmup
+    """Return the learning rate of a step, counted from 0: linear warm-up to lr, then as --schedule
+    says, down to min_lr * lr at the end of the schedule, and min_lr * lr from there on.
+
+    Example: --schedule wsd --steps 10 --warmup 2 --decay-steps 4 --lr 1 --min-lr 0
+
+        step   0    1    2    3    4    5    6    7    8     9     10
+        rate   0.5  1    1    1    1    1    1    0.5  0.29  0.13  0      1 - sqrt(0, 1/4, 2/4, ...)
+    """
+    cfg, facts = run.cfg, run.meta["config"]
+    warmup, end = facts["warmup_steps"], facts["schedule_steps"]
     if step < warmup:
         return cfg.lr * (step + 1) / warmup
-    done = min(1, (step - warmup) / max(1, decay_steps - warmup))  # fraction of the decay
-    return cfg.lr * (cfg.min_lr + (1 - cfg.min_lr) * 0.5 * (1 + math.cos(math.pi * done)))
+
+    decay = end - warmup
+    if cfg.schedule == "wsd":
+        decay = decay_length(cfg.decay_steps, end)
+    done = 1.0  # fraction of the decay
+    if step < end:
+        done = max(0, step - (end - decay)) / decay
+    fallen = SCHEDULES[cfg.schedule](done)
+    return cfg.lr * (1 - fallen + fallen * cfg.min_lr)
 
 
 PROGRESS_SECONDS = 30.0  # between two lines about a long step, while it runs
@@ -1235,20 +1384,75 @@ def start_progress_thread(run: Run, states: States) -> Progress:
     return progress
 
 
-def install_signal_handlers() -> list[int]:
-    """Let SIGTERM and SIGINT ask the run to end after its step. Returns a list to which the
-    handlers append the signals that come."""
-    received = []
+TIME_IS_UP = 1000.0  # the request to stop that --stop-after makes; any other is a signal's number
+RECENT_STEPS = 10  # the longest of so many steps says how long the next one may take
+# Bytes per second at which a rank is taken to save, until a save has been timed. It is low, because
+# many ranks may share the storage
+SAVE_RATE = 200e6
 
-    def handle(number, _):
-        received.append(number)
-        # a second Ctrl-C ends the process at once; but not under torchrun, which sends it twice
-        if "RANK" not in os.environ:
-            signal.signal(signal.SIGINT, signal.default_int_handler)
 
-    signal.signal(signal.SIGTERM, handle)
-    signal.signal(signal.SIGINT, handle)
-    return received
+class Stop:
+    """Why the run has to end before --steps: a signal, or --stop-after.
+
+    A rank must not stop by itself, because the remaining ranks would wait for it. So each rank
+    makes a request, the ranks exchange these where they meet anyway, and all of them take the
+    largest one (agree_on). Ranks may get a signal at different times, and only rank 0's clock
+    counts.
+    """
+
+    def __init__(self, run: Run, signals: StopSignal, saver: checkpoint.Saver, states: States):
+        self.run = run
+        self.signals = signals
+        self.saver = saver
+        self.limit = math.inf  # seconds since the process started
+        self.step_seconds = deque(maxlen=RECENT_STEPS)
+        self.save_seconds = 0.0  # an estimate
+        self.reason = ""  # the request that the ranks have agreed on, as text; "": go on
+        if run.cfg.stop_after:
+            self.limit = duration(run.cfg.stop_after)
+            if run.cfg.save_every >= 0:
+                parts = states.state_parts().values()
+                saved_bytes = sum(part.values.nbytes for part in parts if part.saved_here)
+                self.save_seconds = saved_bytes / SAVE_RATE
+
+    def request(self, next_seconds: float | None = None) -> float:
+        """Return this rank's request: the number of a signal, TIME_IS_UP, or 0.0 to go on.
+
+        next_seconds: how long the run works until it asks again; None: a step. Time is up if this
+        and a save would end after --stop-after.
+        """
+        if self.signals.number:
+            return float(self.signals.number)
+        if self.run.rank == 0 and process_seconds() + self.time_needed(next_seconds) > self.limit:
+            return TIME_IS_UP
+        return 0.0
+
+    def time_needed(self, next_seconds: float | None = None) -> float:
+        """Return the seconds that request's work and the saves after it may take."""
+        if next_seconds is None:
+            next_seconds = max(self.step_seconds, default=0.0)
+        saves = 2 if self.saver.writing else 1  # --save-async: the one before must end first
+        return next_seconds + saves * (self.saver.seconds or self.save_seconds)
+
+    def agree_on(self, request: float) -> str:
+        """Note the largest request of all ranks, and return the reason to stop, or ""."""
+        if request == TIME_IS_UP:
+            passed = timedelta(seconds=round(process_seconds()))
+            needed = timedelta(seconds=math.ceil(self.time_needed()))
+            self.reason = (
+                f"--stop-after {self.run.cfg.stop_after}: {passed} have passed, and another step "
+                f"with a save may take {needed}"
+            )
+        elif request:
+            self.reason = f"stopped by {signal.Signals(int(request)).name}"
+        return self.reason
+
+    def ask_all(self) -> str:
+        """Ask all ranks whether to stop before the next step, and return the reason, or "". A
+        collective of all ranks."""
+        request = torch.tensor(self.request())
+        dist.all_reduce(request, dist.ReduceOp.MAX)
+        return self.agree_on(request.item())
 
 
 def gpu_peak_gib() -> float:
@@ -1262,21 +1466,18 @@ def host_peak_gib() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20  # which counts in KiB
 
 
-def reduce_stats(
-    device: torch.device, step_stats: dict[str, Tensor], rank_stats: dict[str, float]
-) -> dict[str, float]:
-    """Return the statistics of a step as numbers, the same on all ranks.
+def wait_for_step(step_stats: dict[str, Tensor]) -> dict[str, float]:
+    """Return the statistics of a step as numbers. step_stats: 0-dim tensors on the device, which
+    are equal on all ranks. This is where the host waits for the step, in one copy."""
+    values = torch.hstack([*step_stats.values()]).tolist()
+    return dict(zip(step_stats, values))
 
-    step_stats   0-dim tensors on the device, which are equal on all ranks already
-    rank_stats   numbers of this rank; the result has the maximum over all ranks
 
-    Everything comes to the host in one copy, which is the host's only wait for the device in a
-    step. A collective of all ranks.
-    """
+def largest_of_ranks(device: torch.device, rank_stats: dict[str, float]) -> dict[str, float]:
+    """Return the maximum over all ranks of each number. A collective of all ranks."""
     largest = torch.tensor([*rank_stats.values()], device=device)
     dist.all_reduce(largest, dist.ReduceOp.MAX)
-    values = torch.hstack([*step_stats.values(), largest]).tolist()
-    return dict(zip([*step_stats, *rank_stats], values))
+    return dict(zip(rank_stats, largest.tolist()))
 
 
 def freeze_gc() -> None:
@@ -1323,11 +1524,11 @@ def log_row(log, row: dict, *parts: str) -> None:
         print(f"log.jsonl cannot be written: {e.strerror}")
 
 
-def close_log(run: Run, log) -> None:
-    """Close log.jsonl, and draw loss.png from it on rank 0."""
+def close_log(run: Run, log, draw: bool) -> None:
+    """Close log.jsonl, and draw loss.png from it on rank 0 if `draw`."""
     try:
         log.close()
-        if run.rank == 0:
+        if draw and run.rank == 0:
             draw_losses(Path(log.name))
     except Exception as e:  # log.jsonl may hold anything, and a picture must not end a run
         print(f"log.jsonl or loss.png could not be written: {e!r}")
@@ -1373,7 +1574,7 @@ class LoopState:
     # how many steps in a row, up to this one, were not finite and so changed no weight
     skips_in_a_row: int = 0
     failure: str = ""  # what went wrong; the run saves, and exits with status 1
-    stop_reason: str = ""  # why the run ends before --steps: a failure or a signal
+    stop_reason: str = ""  # why the run ends before --steps: a failure, a signal or --stop-after
 
 
 def is_due(every: int, step: int) -> bool:
@@ -1382,17 +1583,15 @@ def is_due(every: int, step: int) -> bool:
     return every > 0 and step % every == 0
 
 
-def check_stop(state: LoopState, stats: dict, next_batch: Batch) -> None:
-    """Set the reasons to stop after a step. stats: of reduce_stats. A collective of all ranks."""
+def check_stop(state: LoopState, stop: Stop, stats: dict, next_batch: Batch) -> None:
+    """Set the reasons to stop after a step. stats: its statistics, equal on all ranks. A collective
+    of all ranks."""
     state.skips_in_a_row = 0 if stats["finite"] else state.skips_in_a_row + 1
     if state.skips_in_a_row == MAX_SKIPS:
         state.failure = f"the loss or the gradient was not finite, {MAX_SKIPS} steps in a row"
     if stats["read_failed"]:
         state.failure = first_error(next_batch.read_error)
-
-    state.stop_reason = state.failure
-    if stats["signal"]:
-        state.stop_reason = f"stopped by {signal.Signals(stats['signal']).name}"
+    state.stop_reason = stop.agree_on(stats["stop"]) or state.failure
 
 
 def train(
@@ -1401,6 +1600,7 @@ def train(
     states: States,
     memory: StepMemory | None,
     saver: checkpoint.Saver,
+    signals: StopSignal,
 ) -> str:
     """Run the steps that are left, and save. Returns what went wrong, or "". A collective of all
     ranks."""
@@ -1411,6 +1611,7 @@ def train(
     if run.resumed or only_evaluates:
         state.last_saved_step = state.step
     log = open_to_append(Path(cfg.out, "log.jsonl")) if run.rank == 0 else open(os.devnull, "a")
+    stop = Stop(run, signals, saver, states)
 
     if state.step < cfg.steps:
         batch = load_batch(run, state.samples)
@@ -1418,10 +1619,16 @@ def train(
         if run.plan.pp > 1:
             model.warm_up(next(batch.micro_batches()))
     elif cfg.eval_every > 0:
-        log_row(log, {"step": state.step} | evaluate(run, model), f"step {state.step}")
+        if evaluation := evaluate(run, model, stop):
+            log_row(log, {"step": state.step} | evaluation, f"step {state.step}")
+        state.stop_reason = stop.reason
 
     progress = start_progress_thread(run, states)
-    signals = install_signal_handlers()  # only now: before the loop a signal may simply end the run
+    signals.begin_training()  # only now: before this, a signal may simply end the run
+    if state.step < cfg.steps and not state.stop_reason:
+        state.stop_reason = stop.ask_all()
+        if state.stop_reason:  # nothing was trained, so there is nothing to save
+            state.last_saved_step = state.step
     while state.step < cfg.steps and not state.stop_reason:
         # schedule: the learning rate of this step, and what happens after it
         lr = learning_rate(run, state.step)
@@ -1445,15 +1652,20 @@ def train(
         if not last:
             batch = load_batch(run, state.samples)
 
-        # statistics: here the host waits for the step
-        rank_stats = {
-            "signal": max(signals, default=0),
-            "writing": saver.writing,  # whether this rank still writes a checkpoint
-            "read_failed": bool(batch.read_error),
-            "gpu_gib": gpu_peak_gib(),
-            "host_gib": host_peak_gib(),
-        }
-        row = reduce_stats(run.device, step_stats, rank_stats)
+        # statistics: here the host waits for the step. Only then it looks for signals, so that one
+        # that came during the step ends the run now, and not after another step
+        row = wait_for_step(step_stats)
+        stop.step_seconds.append(time.perf_counter() - started)
+        row |= largest_of_ranks(
+            run.device,
+            {
+                "stop": stop.request(0.0 if last else None),
+                "writing": saver.writing,  # whether this rank still writes a checkpoint
+                "read_failed": bool(batch.read_error),
+                "gpu_gib": gpu_peak_gib(),
+                "host_gib": host_peak_gib(),
+            },
+        )
         if not row["finite"]:
             states.check_uses()
         row |= {"step": state.step, "lr": lr, "seconds": time.perf_counter() - started}
@@ -1461,8 +1673,9 @@ def train(
         if state.step == run.start_step + 1:
             freeze_gc()  # now, because the first step has compiled everything
 
-        # stop?
-        check_stop(state, row, batch)
+        # stop? Then nothing follows that can be left out, because the process may be killed soon
+        check_stop(state, stop, row, batch)
+        evaluates = evaluates and not stop.reason
 
         # evaluate. The memory of planned steps is freed first, because evaluating, saving and
         # exporting may need it
@@ -1470,9 +1683,10 @@ def train(
             memory.give_back()
         if evaluates:
             try:
-                row |= evaluate(run, model)
+                row |= evaluate(run, model, stop)
             except ConfigError as e:
-                state.failure = state.stop_reason = str(e)
+                state.failure = str(e)
+            state.stop_reason = stop.reason or state.failure
 
         # log
         if not row["writing"]:
@@ -1483,6 +1697,8 @@ def train(
         if saves:
             saver.begin(run.meta | {"step": state.step, "samples": state.samples})
             state.last_saved_step = state.step
+        if (evaluates or saves) and not (last or state.stop_reason):
+            state.stop_reason = stop.ask_all()  # both may have taken minutes
 
     # end: save a last checkpoint unless the last step is saved already, draw loss.png, export
     if state.stop_reason:
@@ -1491,7 +1707,7 @@ def train(
     if cfg.save_every >= 0 and (state.last_saved_step != state.step or saver.failed):
         saver.begin(run.meta | {"step": state.step, "samples": state.samples})
         saver.finish()
-    close_log(run, log)
+    close_log(run, log, draw=not stop.reason)
     if cfg.export and state.step >= cfg.steps and state.skips_in_a_row < MAX_SKIPS:
         export(run, states, saver.group)
     return state.failure or saver.failed
@@ -1509,17 +1725,17 @@ def main(argv: list[str] | None = None) -> None:
     # The ranks must join before `configure` checks the flags, so that they refuse them together. A
     # --timeout out of its range is replaced until then
     timeout = min(max(1.0, command_flags.get("timeout", Config.timeout)), 1e9)
-    rank, world, local_rank = start_ranks(timeout)
-
     failure = ""
     advice = "All saved checkpoints are complete: start it again, or continue with --resume"
-    with heartbeat(rank, world, advice), contextlib.ExitStack() as lock:
-        run = configure(command_flags, local_rank)
-        if not run.cfg.dry_run:
-            on_rank_0(lambda: lock.enter_context(checkpoint.locked(Path(run.cfg.out))))
-            failure = train(run, *build_run(run))
-            on_rank_0(lock.close)
-    dist.destroy_process_group()
+    with stop_signals() as signals:
+        rank, world, local_rank = start_ranks(timeout)
+        with heartbeat(rank, world, advice), contextlib.ExitStack() as lock:
+            run = configure(command_flags, local_rank)
+            if not run.cfg.dry_run:
+                on_rank_0(lambda: lock.enter_context(checkpoint.locked(Path(run.cfg.out))))
+                failure = train(run, *build_run(run), signals)
+                on_rank_0(lock.close)
+        dist.destroy_process_group()
     if failure:
         sys.exit(f"train.py: {failure}" if rank == 0 else 1)
 
@@ -1528,9 +1744,11 @@ if __name__ == "__main__":
     try:
         main()
     except (ConfigError, UnexpectedError) as e:  # raised on all ranks alike: rank 0 says it
-        if dist.get_rank() == 0:
+        joined = dist.is_initialized()  # start_ranks refuses some before they join
+        if not joined or dist.get_rank() == 0:
             print(f"train.py: error: {e}", file=sys.stderr)
-        dist.destroy_process_group()
+        if joined:
+            dist.destroy_process_group()
         sys.exit(2 if isinstance(e, ConfigError) else 1)
     except KeyboardInterrupt:
         sys.exit(

@@ -93,7 +93,10 @@ REFUSED = [
         "printf x > a.txt && train.py --data a.txt",
         "--seq 32: the data has 1 tokens, too few for training and validation; .* --seq 0$",
     ),
-    ("printf x > locked.txt && train.py --data locked.txt", "Permission denied.*locked.txt"),
+    (
+        "printf x > locked.txt && train.py --data locked.txt",
+        "locked.txt exists, but user .* may not read it .Permission denied.: it has mode",
+    ),
     ("head -c 2001 /dev/zero > a.bin && train.py --data a.bin", "a.bin is not a whole number of 2"),
     ("train.py --data big.bin", "token 3 is 999.*255"),
     (

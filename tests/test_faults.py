@@ -1,5 +1,6 @@
 """Show what happens at signals, lost ranks and nodes, restarts, and faults of a single rank."""
 
+import multiprocessing
 import os
 import re
 import signal
@@ -8,12 +9,29 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
+import torch
+import torch.distributed as dist
 from pytest import raises
 from torch.distributed.elastic.utils.distributed import get_free_port
 
+import train
 from helpers import on_file_event, saved_steps, uninterrupted_losses
-from test_all import ROOT, RUN_SECONDS, finish, losses, main, parametrize, run, slow, start_train
+from ranks import STOP_SIGNALS, StopSignal, stop_signals
+from test_all import (
+    QUICK_FLAGS,
+    ROOT,
+    RUN_SECONDS,
+    finish,
+    losses,
+    main,
+    parametrize,
+    read_log,
+    run,
+    slow,
+    start_train,
+)
 
 
 def launch(flags: str, folder: Path, torchrun: str, code: str, **env) -> subprocess.Popen:
@@ -55,6 +73,324 @@ on_file_event('step-00000004.tmp/rank-00001', once)
     assert losses(tmp_path / "o") == uninterrupted_losses(2)
 
 
+def signal_in(monkeypatch, function: str, call: int, *numbers: int) -> list[int]:
+    """Send signals to this process when it calls a function of train.py for the `call`-th time.
+
+    Returns a list with an entry per call.
+    """
+    calls = []
+    before = getattr(train, function)
+
+    def call_with_signals(*args, **kw):
+        calls.append(1)
+        if len(calls) == call:
+            for number in numbers:
+                os.kill(os.getpid(), number)
+        return before(*args, **kw)
+
+    monkeypatch.setattr(train, function, call_with_signals)
+    return calls
+
+
+@parametrize("number", STOP_SIGNALS)
+def test_each_signal_ends_the_step_that_runs(number, tmp_path, monkeypatch, capsys):
+    """After each of the signals the step that runs is the last one, and is saved once.
+
+    The signal comes while the host waits for the step, when rank 0 has long launched it. Nothing
+    that takes time and can be left out follows: no evaluation, no picture. Catches a signal that
+    ends the process, and another step of minutes.
+    """
+    handlers = [signal.getsignal(each) for each in STOP_SIGNALS]
+    signal_in(monkeypatch, "wait_for_step", 3, number)
+    main(f"--steps 9 --eval-every 3 --save-every 3 --out {tmp_path}")
+    text, rows = capsys.readouterr().out, read_log(tmp_path)
+    assert f"{number.name}: the run ends after this step. SIGQUIT" in text
+    assert f"stopped by {number.name}: the run ends after step 3\n" in text
+    assert saved_steps(tmp_path) == [3] and text.count("saved ") == 1
+    assert len(rows) == 3 and not any("val_loss" in row for row in rows)
+    assert not (tmp_path / "loss.png").exists()
+    assert handlers == [signal.getsignal(each) for each in STOP_SIGNALS]
+
+
+def test_ignored_signals_stay_ignored(tmp_path, monkeypatch):
+    """A signal that is ignored when a run starts does not stop it: SIGHUP below nohup.
+
+    Catches a run that ends when its terminal is closed, in spite of nohup.
+    """
+    signal_in(monkeypatch, "wait_for_step", 2, *STOP_SIGNALS)
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in STOP_SIGNALS}
+    try:
+        main(f"--steps 4 --save-every -1 --out {tmp_path}")
+        assert {signal.getsignal(number) for number in STOP_SIGNALS} == {signal.SIG_IGN}
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    assert len(losses(tmp_path)) == 4 and signal.set_wakeup_fd(-1) == -1
+
+
+def test_signals_of_a_forked_child_are_its_own(capsys):
+    """A signal that ends a forked child, as a pool of processes sends it, does not stop the run.
+
+    Catches a run that ends because its workers have ended.
+    """
+    with stop_signals() as stop:
+        child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
+        child.start()
+        child.terminate()
+        child.join(30)
+        time.sleep(0.1)
+        assert child.exitcode == -signal.SIGTERM and not stop.number
+    assert capsys.readouterr().err == ""
+
+
+def test_signals_in_a_save_do_not_lose_it(tmp_path, capsys):
+    """Several signals in the middle of a save neither end the save nor lead to a second one.
+
+    Catches an impatient Ctrl-C that loses a run's last steps.
+    """
+
+    def act():
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGINT, signal.SIGINT):
+            os.kill(os.getpid(), number)
+
+    on_file_event(f"{tmp_path}/step-00000002.tmp/rank", act)
+    main(f"--steps 9 --save-every 2 --out {tmp_path}")
+    text = capsys.readouterr().out
+    assert saved_steps(tmp_path) == [2] and text.count("saved ") == 1
+    assert len(losses(tmp_path)) == 2 and text.count("the run ends after this step") == 1
+
+
+def test_signal_in_an_evaluation_leaves_it(tmp_path, monkeypatch, capsys):
+    """A signal in an evaluation ends it at the next batch, without a number.
+
+    Catches hours of evaluation after the signal, and the loss of a few sequences as the loss.
+    """
+    flags = f"--steps 4 --eval-every 2 --micro-batch 2 --batch 2 --out {tmp_path}"
+    calls = signal_in(monkeypatch, "load_batch", 4, signal.SIGUSR1)  # batches 1, 2, 3; evaluation
+    main(flags)
+    assert len(calls) == 4
+    text, rows = capsys.readouterr().out, read_log(tmp_path)
+    assert "stopped by SIGUSR1: the run ends after step 2\n" in text
+    assert len(rows) == 2 and not any("val_loss" in row for row in rows) and "val_loss" not in text
+    assert saved_steps(tmp_path) == [2] and text.count("saved ") == 1
+    main(f"{flags} --resume auto")
+    rows = read_log(tmp_path)
+    assert [row["step"] for row in rows if "val_loss" in row] == [4]
+
+
+def test_signal_in_the_start_ends_it(tmp_path, monkeypatch, capsys):
+    """A signal before the first step ends the process at once, with status 0 and a sentence.
+
+    The signal comes twice. Catches a start of hours that no signal ends, and files of an earlier
+    run that are moved for nothing.
+    """
+    main(f"--steps 1 --out {tmp_path}")
+    signal_in(monkeypatch, "build_model", 1, signal.SIGUSR2, signal.SIGTERM)
+    with raises(SystemExit) as ended:
+        main(f"--steps 1 --out {tmp_path}")
+    dist.destroy_process_group()
+    assert ended.value.code == 0
+    said = "stopped by SIGUSR2 before the first step, so there is nothing to save\n"
+    assert capsys.readouterr().err.endswith(said)
+    assert saved_steps(tmp_path) == [1] and not (tmp_path / "earlier-1").exists()
+
+
+@slow
+def test_signals_to_ranks_that_wait(tmp_path):
+    """Ranks that wait for each other end at a signal, in the start and in an evaluation.
+
+    In the start, rank 1 waits in a collective for rank 0, where Python runs no code. In the
+    evaluation, only rank 1 gets the signal, and both leave at the same batch. Catches a rank that
+    no signal reaches, and a rank that waits for another one that has left.
+    """
+    code = """
+import ranks
+ranks.EXIT_SECONDS = 0.5
+ranks.BEAT_S = 1e3
+if os.environ['RANK'] == '0':
+    train.check_folders = lambda *args: time.sleep(60)
+"""
+    said = tmp_path / "said"
+    both = start_train(f"--out {tmp_path}/o", 2, said, code)
+    deadline = time.time() + 60
+    while not (tmp_path / "ready").exists() and time.time() < deadline:
+        time.sleep(0.5)
+        if all(handles(process.pid, signal.SIGUSR1) for process in both):
+            break
+    time.sleep(2)  # until rank 1 waits in the collective
+    for process in both:
+        os.kill(process.pid, signal.SIGUSR1)
+    started = time.time()
+    text = finish(both, said)
+    assert time.time() - started < 30
+    for rank in "01":
+        assert f"rank {rank}: stopped by SIGUSR1 before the first step, so" in text
+
+    code = """
+load, batches = train.load_batch, []
+def load_batch(run, first, *args):
+    batches.append(first)
+    if run.rank and len(batches) == 6:  # 3 of training, then 1 and 2 of the evaluation
+        os.kill(os.getpid(), signal.SIGTERM)
+    return load(run, first, *args)
+train.load_batch = load_batch
+"""
+    flags = f"--steps 9 --eval-every 2 --micro-batch 1 --batch 2 --out {tmp_path}/o"
+    text = run(flags, 2, code)
+    assert "stopped by SIGTERM: the run ends after step 2\n" in text and "val_loss" not in text
+    assert saved_steps(tmp_path / "o") == [2] and len(losses(tmp_path / "o")) == 2
+
+
+def handles(pid: int, number: int) -> bool:
+    """Return whether a process has a handler for a signal (proc(5))."""
+    (mask,) = re.findall("SigCgt:\\s+(\\w+)", Path(f"/proc/{pid}/status").read_text())
+    return bool(int(mask, 16) >> (number - 1) & 1)
+
+
+@slow
+def test_each_signal_to_torchrun(tmp_path):
+    """Each signal to torchrun itself lets its ranks save, if --signals-to-handle names it.
+
+    The flags are those of README's Slurm script. torchrun passes the signal on, waits for its ranks
+    and exits with status 1. Catches a scheduler's signal that kills torchrun, and its ranks 20
+    seconds later.
+    """
+    readme = (ROOT / "README.md").read_text()
+    (handled,) = set(re.findall(r"--signals-to-handle ([A-Z0-9,]+)", readme))
+    assert {number.name for number in STOP_SIGNALS} == set(handled.split(","))
+    torchrun = "-m torch.distributed.run --nproc_per_node 1 --standalone --shutdown-timeout 60"
+    command = f"{sys.executable} {torchrun} --signals-to-handle {handled} {ROOT}/train.py"
+    started = {}
+    for number in STOP_SIGNALS:
+        flags = f"{QUICK_FLAGS} --steps 1000000 --out {tmp_path / number.name}"
+        started[number] = subprocess.Popen(
+            f"{command} {flags}".split(),
+            stdout=open(f"{tmp_path / number.name}.txt", "w"),
+            stderr=subprocess.STDOUT,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+    for number, process in started.items():
+        out = tmp_path / number.name
+        deadline = time.time() + RUN_SECONDS
+        while not ((out / "log.jsonl").exists() and len(losses(out)) > 2):
+            assert time.time() < deadline and process.poll() is None
+            time.sleep(0.1)
+        process.send_signal(number)
+    for number, process in started.items():
+        process.wait(RUN_SECONDS)
+        out = tmp_path / number.name
+        text = Path(f"{out}.txt").read_text()
+        done = len(losses(out))
+        assert f"stopped by {number.name}: the run ends after step {done}\n" in text, text
+        assert saved_steps(out) == [done] and process.returncode == 1, text
+
+
+@parametrize(
+    "text, seconds",
+    [
+        ("3h55m", 14100),
+        ("90m", 5400),
+        ("45s", 45),
+        ("1d2h", 93600),
+        ("7200", 7200),
+        ("1d0h0m1s", 86401),
+    ],
+)
+def test_forms_of_stop_after(text, seconds):
+    """--stop-after takes days, hours, minutes and seconds, in this order, or seconds."""
+    assert train.duration(text) == seconds
+
+
+@parametrize(
+    "text",
+    ["0", "0m", "m", "2h30", "9" * 99, "55m3h", "3h 55m", "1:30", "1.5h", "-5m", "3H", "5w", "٣h"],
+)
+def test_times_that_are_refused(text):
+    """Any other --stop-after is refused, with examples. Catches a time that is read as another."""
+    with raises(ValueError, match=f"--stop-after {re.escape(text)}: choose .* such as 3h55m"):
+        train.Config(stop_after=text)
+
+
+def test_stop_after_counts_a_step_and_the_save(monkeypatch):
+    """The run stops if the longest recent step and a save do not fit any more; rank 0 decides.
+
+    Catches a step that is begun too late, a run that stops without need, and a rank that stops by
+    itself.
+    """
+    now = [0.0]
+    monkeypatch.setattr(train, "process_seconds", lambda: now[0])
+    part = SimpleNamespace(values=torch.zeros(int(train.SAVE_RATE)), saved_here=True)  # 4 seconds
+    states = SimpleNamespace(state_parts=lambda: {"a": part, "b": part})
+    saver = SimpleNamespace(seconds=0.0, writing=False)
+    signals = StopSignal()
+
+    def make(rank=0, **flags):
+        run = SimpleNamespace(cfg=train.Config(**flags), rank=rank)
+        return train.Stop(run, signals, saver, states)
+
+    stop, other_rank, no_limit = make(stop_after="100s"), make(1, stop_after="100s"), make()
+    never_saves = make(stop_after="100s", save_every=-1)
+
+    def requests(at: float) -> list[float]:
+        now[0] = at
+        return [each.request() for each in (stop, other_rank, no_limit, never_saves)]
+
+    up = train.TIME_IS_UP
+    assert requests(92) == 4 * [0] and requests(93) == [up, 0, 0, 0]  # 8 seconds to save 1.6 GB
+    assert requests(101) == [up, 0, 0, up]
+    for seconds in (30, 10, 10):
+        stop.step_seconds.append(seconds)
+    assert requests(62) == 4 * [0] and requests(63) == [up, 0, 0, 0]  # the longest step counts
+    stop.step_seconds.extend(train.RECENT_STEPS * [10])
+    assert requests(82) == 4 * [0] and requests(83) == [up, 0, 0, 0]  # of the recent ones
+    saver.seconds = 20.0
+    assert requests(70) == 4 * [0] and requests(71) == [up, 0, 0, 0]  # the last save counts
+    saver.writing = True
+    assert requests(50) == 4 * [0] and requests(51) == [up, 0, 0, 0]  # and the one under way
+    signals.number = int(signal.SIGUSR1)
+    assert requests(0) == 4 * [signal.SIGUSR1]
+    assert stop.agree_on(signal.SIGUSR1) == "stopped by SIGUSR1"
+    now[0] = 3661.2
+    assert stop.agree_on(up) == (
+        "--stop-after 100s: 1:01:01 have passed, and another step with a save may take 0:00:50"
+    )
+
+
+@slow
+def test_stop_after_ends_all_ranks_in_time(tmp_path):
+    """Two ranks stop together in time, with status 0, and --resume auto goes on.
+
+    A resumed run has no limit unless its command gives one. Rank 1's clock is wrong. Catches ranks
+    that stop at different steps, and a limit that a resumed run inherits.
+    """
+    code = "if os.environ['RANK'] == '1': train.process_seconds = lambda: 1e9"
+    flags = f"--out {tmp_path} --save-every 2 --steps"
+    text = run(f"{flags} 1000000 --stop-after 15s", 2, code)
+    done = len(losses(tmp_path))
+    passed = re.search("--stop-after 15s: 0:00:(..) have passed", text)
+    assert 10 <= int(passed[1]) <= 15, text[-500:]
+    assert re.search(
+        f"--stop-after 15s: 0:00:.* may take .*: the run ends after step {done}\n", text
+    )
+    assert saved_steps(tmp_path)[-1] == done > 0
+    text = run(f"{flags} {done + 2} --resume auto", 2)
+    assert f"at step {done}; changed: steps 1000000 -> {done + 2}\n" in text
+    assert len(losses(tmp_path)) == done + 2
+
+
+def test_stop_after_before_the_first_step(tmp_path, capsys):
+    """If the start took all the time, the run ends without a step and without a checkpoint.
+
+    Catches a checkpoint of first weights, which would be resumed as if it were trained.
+    """
+    main(f"--steps 3 --stop-after 1s --out {tmp_path}")  # this process is older than a second
+    assert "have passed, and another step" in capsys.readouterr().out
+    assert not saved_steps(tmp_path) and not read_log(tmp_path)
+    main(f"--steps 3 --resume auto --out {tmp_path}")
+    main(f"--steps 5 --resume auto --stop-after 1s --out {tmp_path}")
+    assert saved_steps(tmp_path) == [3] and len(losses(tmp_path)) == 3
+
+
 @slow
 @parametrize("ranks, number", [(0, signal.SIGINT), (2, signal.SIGTERM)])
 def test_signals(ranks, number, tmp_path):
@@ -63,7 +399,9 @@ def test_signals(ranks, number, tmp_path):
     Catches a stop without a checkpoint, and a rank that waits for ever.
     """
     out, said = tmp_path / "o", tmp_path / "said"
-    processes = start_train(f"--steps 1000000 --out {out}", ranks, said)
+    # a shell without job control starts a process in the background with SIGINT ignored
+    code = "signal.signal(signal.SIGINT, signal.default_int_handler)"
+    processes = start_train(f"--steps 1000000 --out {out}", ranks, said, f"import signal; {code}")
     deadline = time.time() + 120
     while not ((out / "log.jsonl").exists() and len(losses(out)) > 2):
         assert time.time() < deadline and processes[-1].is_alive()
@@ -83,9 +421,7 @@ def test_signal_in_the_last_step_leaves_nothing_out(tmp_path, monkeypatch):
     reader, writer = os.pipe()
     os.close(reader)
     monkeypatch.setattr(sys, "stdout", open(writer, "w"))
-    on_file_event(
-        f"{tmp_path}/o/step-00000001.tmp/rank", lambda: os.kill(os.getpid(), signal.SIGTERM)
-    )
+    signal_in(monkeypatch, "wait_for_step", 2, signal.SIGTERM)
     main(f"--steps 2 --save-every 1 --out {tmp_path}/o --export {tmp_path}/hf")
     assert saved_steps(tmp_path / "o") == [1, 2]
     assert (tmp_path / "hf" / "model-00001-of-00001.safetensors").stat().st_size > 2**20

@@ -272,7 +272,11 @@ META = {
     "samples is huge": (set_value("samples", value=2**63), "samples in meta.json is"),
     "seq is 0": (set_value("config", "seq", value=0), "seq in meta.json is 0"),
     "batch is none": (set_value("config", "batch", value=None), "batch in meta.json is None"),
-    "schedule": (set_value("config", "decay_steps", value=1e9), "decay_steps in meta.json is"),
+    "schedule": (
+        set_value("config", "schedule_steps", value=1e9),
+        "schedule_steps in meta.json is",
+    ),
+    "warm-up": (set_value("config", "warmup_steps", value=-1), "warmup_steps in meta.json is"),
     "positions": (set_value("model", "max_positions", value="9"), "max_positions in meta.json"),
     "model is a text": (set_value("model", value="tiny"), "model in meta.json is 'tiny'"),
     "source is none": (set_value("source", value=None), "source in meta.json is None"),

@@ -66,7 +66,7 @@ def test_readme_names_flags_and_functions_that_exist(monkeypatch, capsys):
     Commands parse. Catches a flag, a command or a function that does not exist.
     """
     real = set(torch.distributed.run.get_args_parser()._option_string_actions)
-    real |= {"--nodes", "--ntasks-per-node", "--gpus-per-node"}  # Slurm's
+    real |= {"--nodes", "--ntasks-per-node", "--gpus-per-node", "--time", "--signal"}  # Slurm's
     for program in (train, bench, memplan, planner):
         monkeypatch.setattr(sys, "argv", [f"{program.__name__}.py", "--help"])
         with raises(SystemExit) as ended:

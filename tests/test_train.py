@@ -3,6 +3,7 @@
 import math
 import re
 import time
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -125,6 +126,150 @@ def test_schedule_equals_torchs_and_stays_where_it_ended(tmp_path, capsys):
         opt.step()
         schedule.step()
     assert rates == approx(want + 3 * schedule.get_last_lr(), rel=1e-12)
+
+
+def rates_of(steps: int, **flags) -> list[float]:
+    """Return the learning rates of the steps 0 ... steps + 2 of a run, by its flags."""
+    cfg = train.Config(steps=steps, lr=1.0, **flags)
+    run = SimpleNamespace(cfg=cfg, meta={"config": train.lay_out_schedule(cfg, None)})
+    return [train.learning_rate(run, step) for step in range(steps + 3)]
+
+
+def resumed_at(step: int, steps: int, more_steps: int, flags: dict, **changes) -> list[float]:
+    """Return the rates of a run of `steps` that is resumed at a step, under changed flags, with
+    more_steps in all."""
+    cfg = train.Config(steps=steps, lr=1.0, **flags)
+    old = asdict(cfg) | train.lay_out_schedule(cfg, None)
+    resumed = SimpleNamespace(meta={"step": step, "config": old})
+    new = train.Config(**(dict(steps=more_steps, lr=1.0) | flags | changes))
+    run = SimpleNamespace(cfg=new, meta={"config": train.lay_out_schedule(new, resumed)})
+    return [train.learning_rate(run, i) for i in range(more_steps + 1)]
+
+
+def test_schedules_at_their_edges():
+    """Each schedule has its closed form at the edges of its phases.
+
+    The edges are the first step, the last one of the warm-up and the next, the first and the last
+    step of the decay, and all steps after it. Catches a phase that is a step too long.
+    """
+    flags = dict(warmup=4, min_lr=0.2)
+    warm = [0.25, 0.5, 0.75, 1.0]
+    assert rates_of(10, schedule="constant", **flags) == warm + 9 * [1.0]
+
+    cosine = rates_of(10, schedule="cosine", **flags)
+    assert cosine[:5] == [*warm, 1.0]
+    assert cosine[9] == approx(0.2 + 0.8 * 0.5 * (1 + math.cos(math.pi * 5 / 6)))
+    assert cosine[10:] == approx(3 * [0.2])
+
+    wsd = rates_of(10, schedule="wsd", decay_steps=3, **flags)
+    assert wsd[:8] == [*warm, 1.0, 1.0, 1.0, 1.0]  # step 7 is the decay's first: 1 - sqrt(0)
+    assert wsd[8:10] == approx([1 - 0.8 * math.sqrt(1 / 3), 1 - 0.8 * math.sqrt(2 / 3)])
+    assert wsd[10:] == approx(3 * [0.2])
+    assert rates_of(10, schedule="wsd", decay_steps=0.3, **flags) == wsd
+    assert rates_of(20, schedule="wsd") == rates_of(20, schedule="wsd", decay_steps=4.0)
+    assert rates_of(10, schedule="wsd", decay_steps=1e-9)[8:11] == [1.0, 1.0, 0.1]
+    assert rates_of(10, schedule="wsd", warmup=9, decay_steps=1.0)[7:11] == [8 / 9, 1.0, 1.0, 0.1]
+    assert rates_of(10, warmup=10)[8:12] == [0.9, 1.0, 0.1, 0.1]
+
+
+@parametrize("schedule", train.SCHEDULES)
+def test_schedules_of_few_steps(schedule):
+    """Runs of 0, 1 and 2 steps have rates, and the first step without a warm-up has --lr.
+
+    Catches a division by zero.
+    """
+    for steps in (0, 1, 2):
+        rates = rates_of(steps, schedule=schedule)
+        assert rates[0] == 1.0 or not steps
+        assert all(0 < rate <= 1 for rate in rates)
+    assert rates_of(1, schedule=schedule, warmup=0, decay_steps=None)[0] == 1.0
+    assert rates_of(2, schedule=schedule, warmup=1)[:2] == [1.0, 1.0]
+
+
+def test_resumed_schedules():
+    """A resumed run that has more steps goes on as --schedule says, without a jump.
+
+    Catches a decay that begins again, and a warm-up that is longer after a resume.
+    """
+    wsd = dict(schedule="wsd", decay_steps=4.0)
+    whole = rates_of(20, **wsd)
+    for step in (0, 1, 8, 16, 17, 19, 20):  # with the steps of before nothing changes
+        assert resumed_at(step, 20, 20, wsd)[step:] == whole[step:21]
+    # before the decay, and at its first step: the decay moves; the warm-up of 20 / 4 steps stays
+    for step in (5, 16):
+        assert resumed_at(step, 20, 40, wsd) == rates_of(40, warmup=5, **wsd)[:41]
+        moved = resumed_at(step, 20, 40, wsd, decay_steps=None)
+        assert moved[31:34] == approx([1.0, 1.0, 1 - 0.9 / 8**0.5])
+    # in the decay and after it: it ends where it would have ended, and the rate stays
+    for step in (17, 20):
+        assert resumed_at(step, 20, 40, wsd) == approx(whole[:20] + 21 * [0.1])
+    # fewer steps: the decay comes earlier
+    assert resumed_at(6, 20, 10, wsd) == rates_of(10, warmup=5, **wsd)[:11]
+
+    assert resumed_at(20, 20, 40, {"schedule": "constant"})[4:] == 37 * [1.0]
+    cosine = rates_of(20)
+    for step in (1, 20):
+        assert resumed_at(step, 20, 40, {}) == approx(cosine[:20] + 21 * [0.1])
+    # another schedule takes its own shape, and the end of the new steps
+    assert resumed_at(8, 20, 40, {}, schedule="wsd", decay_steps=8.0)[31:34:2] == approx(
+        [1, 1 - 0.9 / 8**0.5]
+    )
+
+
+@parametrize(
+    "make, sentence",
+    [
+        (lambda: rates_of(4, warmup=5), "--warmup 5 is longer than the 4 steps .* --warmup 4$"),
+        (lambda: rates_of(4, schedule="wsd", warmup=5), "--warmup 5 is longer"),
+        (
+            lambda: rates_of(10, schedule="wsd", warmup=6, decay_steps=5.0),
+            "a decay of 5 steps .* step 5, which is before step 6, .* at most --decay-steps 4, ",
+        ),
+        (
+            lambda: resumed_at(8, 20, 10, dict(schedule="wsd", decay_steps=4.0)),
+            "would begin at step 6, which is before step 8, .* --decay-steps 2, or more --steps",
+        ),
+        (
+            lambda: resumed_at(18, 20, 40, {"schedule": "wsd"}, decay_steps=5.0),
+            "resumes at step 18, and its decay of 4 steps began at step 16. Drop --decay-steps",
+        ),
+        (lambda: resumed_at(9, 20, 40, {}, warmup=21), "--warmup 21 is longer than the 20 steps"),
+        (
+            lambda: train.Config(decay_steps=5.0),
+            "--decay-steps 5 belongs to --schedule wsd, and the schedule is cosine",
+        ),
+        (
+            lambda: train.Config(schedule="wsd", decay_steps=2.5),
+            "--decay-steps 2.5: choose a whole number of steps, such as 2, or a fraction",
+        ),
+        (lambda: train.Config(schedule="wsd", decay_steps=-0.1), "--decay-steps -0.1: choose a"),
+        (
+            lambda: train.Config(schedule="wsd", decay_steps=0.0),
+            "such as 1, or a fraction .* const",
+        ),
+        (lambda: train.Config(schedule="linear"), "linear: choose one of cosine, constant, wsd"),
+    ],
+)
+def test_schedules_that_are_refused(make, sentence):
+    """A schedule whose phases do not fit is refused with the nearest legal choice."""
+    with raises(ValueError, match=sentence):
+        make()
+
+
+def test_wsd_is_extended_from_before_its_decay(tmp_path, capsys):
+    """A run with wsd goes on from its stable phase with more steps, bit for bit as a longer run.
+
+    Catches a schedule that a checkpoint does not hold.
+    """
+    flags = "--schedule wsd --decay-steps 0.5 --warmup 1 --save-every 1 --keep 9"
+    main(f"{flags} --steps 4 --out {tmp_path}/a")
+    main(f"--resume {tmp_path}/a/step-00000002 --steps 8 --out {tmp_path}/b")
+    assert "changed: steps 4 -> 8, schedule_steps 4 -> 8\n" in capsys.readouterr().out
+    main(f"{flags} --steps 8 --out {tmp_path}/c")
+    assert losses(tmp_path / "b") == losses(tmp_path / "c")[2:]
+    assert [r["lr"] for r in read_log(tmp_path / "b")] == [
+        r["lr"] for r in read_log(tmp_path / "c")[2:]
+    ]
 
 
 def ids_without_spaces(path: Path) -> Path:

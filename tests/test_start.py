@@ -1,0 +1,302 @@
+"""Show what a run finds out at its start: memory, paths, unreadable files, and other launchers."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from pytest import raises
+
+import bench
+import data
+import memplan
+import planner
+import ranks
+import streams
+import train
+from helpers import make_tokenizer, on_file_event, saved_steps
+from test_all import ROOT, main, parametrize, slow
+
+GIB = 2**30
+NONE_V1 = 9223372036854771712  # "no limit" of version 1
+
+V1_MOUNT = "35 31 0:32 {group} {at} rw,relatime shared:9 - cgroup cgroup rw,memory\n"
+V2_MOUNT = "41 31 0:38 {group} {at} rw,relatime - cgroup2 cgroup2 rw\n"
+CPU_MOUNT = "33 31 0:30 / /sys/fs/cgroup/cpu rw,relatime - cgroup cgroup rw,cpu,cpuacct\n"
+
+# Trees of files, and the budget in GiB of a machine of 64 GiB. A tree has the files cgroup and
+# mountinfo of /proc/self, and limits by their paths below /sys/fs/cgroup
+TREES = {
+    "no control groups": ({}, 64),
+    "version 2": ({"cgroup": "0::/job\n", "job/memory.max": 8 * GIB}, 8),
+    "version 2, no limit": ({"cgroup": "0::/job\n", "job/memory.max": "max"}, 64),
+    "version 2, a group above": (
+        {
+            "cgroup": "0::/slurm/job_7/step_0\n",
+            "slurm/job_7/step_0/memory.max": "max",
+            "slurm/job_7/memory.max": 6 * GIB,
+            "slurm/memory.max": 32 * GIB,
+        },
+        6,
+    ),
+    "version 2, memory.high": (
+        {"cgroup": "0::/job\n", "job/memory.max": 8 * GIB, "job/memory.high": 5 * GIB},
+        5,
+    ),
+    "version 2, a namespace": (
+        {
+            "cgroup": "0::/\n",
+            "mountinfo": V2_MOUNT.format(group="/", at="/sys/fs/cgroup"),
+            "memory.max": 3 * GIB,
+        },
+        3,
+    ),
+    "version 1": (
+        {
+            "cgroup": "9:cpu,cpuacct:/\n4:memory:/slurm/job_7\n1:name=systemd:/\n",
+            "mountinfo": CPU_MOUNT + V1_MOUNT.format(group="/", at="/sys/fs/cgroup/memory"),
+            "memory/memory.limit_in_bytes": NONE_V1,
+            "memory/slurm/job_7/memory.limit_in_bytes": 2 * GIB,
+        },
+        2,
+    ),
+    "version 1, without mountinfo": (
+        {"cgroup": "4:memory:/job\n", "memory/job/memory.limit_in_bytes": 2 * GIB},
+        2,
+    ),
+    "version 1, a group above": (
+        {
+            "cgroup": "4:cpu,memory:/slurm/job_7\n",
+            "memory/slurm/job_7/memory.limit_in_bytes": NONE_V1,
+            "memory/slurm/memory.limit_in_bytes": 7 * GIB,
+        },
+        7,
+    ),
+    "version 1, no limit": (
+        {"cgroup": "4:memory:/job\n", "memory/job/memory.limit_in_bytes": NONE_V1},
+        64,
+    ),
+    "version 1, a container": (
+        {
+            "cgroup": "4:memory:/docker/7f\n",
+            "mountinfo": V1_MOUNT.format(group="/docker/7f", at="/sys/fs/cgroup/memory"),
+            "memory/memory.limit_in_bytes": NONE_V1,
+            "memory/memory.stat": f"cache 5\nhierarchical_memory_limit {4 * GIB}\nrss 1\n",
+        },
+        4,
+    ),
+    "version 1, a container that sees another group's mount": (
+        {
+            "cgroup": "4:memory:/docker/7f\n",
+            "mountinfo": V1_MOUNT.format(group="/kubepods/pod1", at="/sys/fs/cgroup/memory"),
+            "memory/memory.limit_in_bytes": 9 * GIB,
+        },
+        9,
+    ),
+    "hybrid": (
+        {
+            "cgroup": "4:memory:/job\n1:name=systemd:/\n0::/user.slice\n",
+            "mountinfo": V1_MOUNT.format(group="/", at="/sys/fs/cgroup/memory")
+            + V2_MOUNT.format(group="/", at="/sys/fs/cgroup/unified"),
+            "memory/job/memory.limit_in_bytes": 2 * GIB,
+            "unified/user.slice/cgroup.procs": 1,
+        },
+        2,
+    ),
+    "mounted elsewhere, in a path with a space": (
+        {
+            "cgroup": "4:memory:/a b:c\n",
+            "mountinfo": V1_MOUNT.format(group="/", at=r"/sys/fs/cgroup/mem\040ory"),
+            "mem ory/a b:c/memory.limit_in_bytes": 2 * GIB,
+        },
+        2,
+    ),
+    "files that nobody understands": (
+        {"cgroup": "nothing\n0::/job\n", "mountinfo": "?\n\n1 - cgroup2\n", "job/memory.max": "?"},
+        64,
+    ),
+}
+
+
+@parametrize("name", TREES)
+def test_smallest_limit_of_the_control_groups_counts(name, tmp_path, monkeypatch):
+    """Of the machine's memory and all limits of a process's control groups, the smallest counts.
+
+    Catches a plan for more memory than a job may use, which the kernel kills.
+    """
+    files, gib = TREES[name]
+    for path, content in files.items():
+        folder = "proc/self" if path in ("cgroup", "mountinfo") else "sys/fs/cgroup"
+        file = tmp_path / folder / path
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(f"{content}")
+    monkeypatch.setattr(streams, "HOST_BYTES", 64 * GIB)
+    assert streams.host_budget(2, None, tmp_path) == gib * GIB * 7 / 8 / 2
+    assert streams.host_budget(2, gib * GIB, tmp_path) == gib * GIB / 2
+    with raises(ValueError, match=rf"--host-memory .* too much: .* allows {gib}\.0 GiB\. "):
+        streams.host_budget(2, gib * GIB + 1, tmp_path)
+
+
+TEXT_FLAGS = [  # all flags that take any text, which may be a path
+    (program, name)
+    for program in (train.Config, planner.PlannerFlags)
+    for name, field in planner.flags_of(program).items()
+    if field.type is str and not field.metadata["among"]
+]
+
+
+@parametrize("program, name", TEXT_FLAGS)
+def test_home_is_expanded_in_every_flag(program, name, monkeypatch):
+    """~ at the beginning of a flag's text is the home, however the flag is spelt.
+
+    Catches a folder with the name ~, and a new flag whose ~ is forgotten.
+    """
+    monkeypatch.setenv("HOME", "/home/me")
+    parser = planner.make_parser(program, "")
+    flag = planner.flag_name(name)
+    for command in ([f"{flag}=~/a b"], [flag, "~/a b"]):
+        assert getattr(parser.parse_args(command), name) == "/home/me/a b"
+    for text in ("./~/x", "a~/b", "/~", "hf:x/~", "a.txt, ~", "none"):
+        assert getattr(parser.parse_args([flag, text]), name) == text
+
+
+def test_home_is_expanded_inside_of_values(monkeypatch, capsys):
+    """~ is also expanded after hf: and after a comma, and an unknown home is refused.
+
+    Catches a run that writes to a folder with the name ~nobody.
+    """
+    monkeypatch.setenv("HOME", "/home/me")
+    flags = train.parse(["--init=hf:~/m", "--data=~/a.bin:0.7,b.bin:0.2,~/c:0.1", "--resume=~"])
+    assert flags["init"] == "hf:/home/me/m" and flags["resume"] == "/home/me"
+    assert flags["data"] == "/home/me/a.bin:0.7,b.bin:0.2,/home/me/c:0.1"
+    assert train.parse(["--data", "~root/x"])["data"] == str(Path("~root/x").expanduser())
+    for text in ("~no-such-user/x", "hf:~no-such-user", "a,~no-such-user/x"):
+        with raises(SystemExit) as refused:
+            train.parse([f"--out={text}"])
+        said = capsys.readouterr().err
+        assert refused.value.code == 2 and f"--out: {text}: this machine does not say" in said
+        assert "or ./~no-such-user" in said
+
+    monkeypatch.setattr(sys, "argv", ["bench.py", "--out=~/x"])
+    assert bench.parse().out == "/home/me/x"
+    assert memplan.main(["/no/file", "--out=~/x"]) == 2
+    assert memplan.main(["~/trace.csv"]) == 2
+    assert "'/home/me/trace.csv'" in capsys.readouterr().err
+
+
+def test_home_is_expanded_in_a_run(tmp_path, monkeypatch):
+    """A run reads and writes in the home, and not in a folder with the name ~."""
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    (tmp_path / "home").mkdir()
+    (tmp_path / "home" / "text").write_text(500 * "text")
+    monkeypatch.chdir(tmp_path)
+    main("--steps 1 --data=~/text --out=~/run --export=~/hf")
+    main("--steps 1 --data=~/text --out=~/run --init=hf:~/hf --seq 16")
+    assert Path("home/run/step-00000001").exists() and Path("home/run/earlier-1").exists()
+    assert [path.name for path in tmp_path.iterdir()] == ["home"]
+
+
+UNREADABLE = [  # a file or folder that this user may not read, and the flags of a run that reads it
+    ("o/step-00000001/meta.json", "--resume --out o --steps 2"),
+    ("o/step-00000001/meta.json", "--resume auto --out o --steps 2"),
+    ("o/step-00000001/rank-00000-0.safetensors", "--resume auto --out o --steps 2"),
+    ("o/step-00000001/rank-00000-0.safetensors", "--resume o/step-00000001 --out new"),
+    ("o/log.jsonl", "--resume auto --out o --steps 2"),
+    ("o", "--resume auto --out o --steps 2"),
+    ("words.txt", "--data words.txt --out new"),
+    ("big.bin.json", "--data big.bin --out new"),
+    ("tok/tokenizer.json", "--data words.txt --tokenizer tok --out new"),
+    ("hf/config.json", "--init hf:hf --out new"),
+]
+
+
+@parametrize("file, flags", UNREADABLE)
+def test_files_that_cannot_be_read_say_so(file, flags, sandbox, tmp_path, monkeypatch):
+    """A file that exists and cannot be read is refused by these words.
+
+    A checkpoint that cannot be read is not passed over, because a new run would begin without it.
+    Root reads every file, so the refusal is simulated. Catches a file that is called missing or
+    broken.
+    """
+
+    def deny():
+        if Path.cwd() == tmp_path:  # not in a later test
+            raise PermissionError(13, "Permission denied", file)
+
+    shutil.copytree(sandbox, tmp_path, dirs_exist_ok=True)
+    monkeypatch.chdir(tmp_path)
+    Path("words.txt").write_text(500 * "words ")
+    Path("big.bin.json").write_text('{"token_bytes": 2}')
+    make_tokenizer(Path("tok"), 500 * "words ")
+    if file == "o":
+        monkeypatch.setattr(os, "access", lambda path, mode: str(path) != file)
+    else:
+        on_file_event(rf"{tmp_path}/{file}$|^{file}$", deny)
+    with raises(ValueError, match=f"{file} exists, but user .* may not read it .Permission denied"):
+        main(flags)
+    assert saved_steps(Path("o")) == [1] and not Path("o/earlier-1").exists()
+
+
+def test_owner_and_mode_of_an_unreadable_file(tmp_path):
+    """The error names who may allow the reading. Catches an error that only repeats the path."""
+    file = tmp_path / "file"
+    file.touch(0o600)
+    assert "it has mode 600, and user 0 owns it" in str(data.may_not_read(file)) or os.geteuid()
+    assert "a folder above it is closed" in str(data.may_not_read(tmp_path / "none"))
+
+
+LAUNCHED = [  # the variables of a launcher, and how the error begins; "": no error
+    ({"SLURM_NTASKS": "2", "SLURM_PROCID": "1"}, "srun has started 2 tasks (SLURM_NTASKS=2), "),
+    ({"SLURM_STEP_NUM_TASKS": "8"}, "srun has started 8 tasks (SLURM_STEP_NUM_TASKS=8), "),
+    ({"OMPI_COMM_WORLD_SIZE": "4"}, "mpirun has started 4 tasks (OMPI_COMM_WORLD_SIZE=4), "),
+    ({"PMI_SIZE": "16", "PMI_RANK": "3"}, "mpirun has started 16 tasks"),
+    ({"FLUX_JOB_SIZE": "2"}, "flux has started 2 tasks"),
+    ({"SLURM_NTASKS": "1"}, ""),
+    ({"SLURM_NTASKS": "many"}, ""),
+    # one task of a job that has several: srun --ntasks 1
+    ({"SLURM_NTASKS": "8", "SLURM_STEP_NUM_TASKS": "1"}, ""),
+    # torchrun below srun
+    ({"SLURM_NTASKS": "4", "RANK": "0"}, ""),
+]
+
+
+@parametrize("env, begins", LAUNCHED)
+def test_other_launchers_are_refused(env, begins, monkeypatch, tmp_path):
+    """Several tasks without torchrun are refused on each of them, with README's line.
+
+    Catches tasks that each train alone, or of which all but one find OUT locked.
+    """
+    for names in ranks.LAUNCHERS.values():
+        for name in names:
+            monkeypatch.delenv(name, raising=False)
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
+    if not begins:
+        ranks.check_launcher()
+        return
+    with raises(ranks.ConfigError, match=re.escape(begins)) as refused:
+        main(f"--out {tmp_path}/o")
+    assert "unset " in str(refused.value) and not list(tmp_path.iterdir())
+
+    (recipe,) = re.findall("srun torchrun .* train.py", str(refused.value))
+    readme = (ROOT / "README.md").read_text().replace("\\\n", "")
+    (line,) = re.findall("srun torchrun .* train.py", readme)
+    flags = line.split()
+    assert all(word in flags for word in recipe.split())
+
+
+@slow
+def test_srun_without_torchrun_ends_with_status_2(tmp_path):
+    """Each of two tasks ends at once, with one sentence and status 2. Catches a traceback."""
+    for program in ("train.py", "bench.py"):
+        done = subprocess.run(
+            [sys.executable, ROOT / program, f"--out={tmp_path}/o"],
+            env={**os.environ, "SLURM_NTASKS": "2", "SLURM_PROCID": "1"},
+            capture_output=True,
+            text=True,
+        )
+        assert done.returncode == 2 and done.stdout == "", done.stderr
+        assert done.stderr.startswith(f"{program}: error: srun has started 2 tasks")
+        assert done.stderr.count("\n") == 1
