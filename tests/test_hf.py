@@ -1,6 +1,8 @@
 """Hugging Face models: imported, trained, resumed and exported as transformers computes them."""
 
 import json
+import os
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,7 +13,8 @@ from safetensors.torch import load_file, save_file
 import checkpoint
 import hf
 import model as m
-from helpers import hf_model
+import published_configs
+from helpers import hf_model, on_file_event
 from test_all import SMALL, example, losses, main, parametrize, relative, slow
 
 LLAMA3 = {
@@ -81,10 +84,10 @@ def hf_error(model, theirs, seq: int) -> float:
     return relative(model(tokens), theirs(tokens).logits)
 
 
-def hf_load(folder):
+def hf_load(folder, **kw):
     from transformers import AutoModelForCausalLM
 
-    return AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
+    return AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", **kw)
 
 
 def hf_back(model, folder: Path, source: dict, dtype=torch.float32):
@@ -123,6 +126,33 @@ def test_hf_published(name, tmp_path, monkeypatch, group):
     assert model.cfg == cfg == hf.read_config(tmp_path / "out")[0]
     assert len([*(tmp_path / "out").glob("*.safetensors")]) > 1 and "auto_map" not in written
     assert written["dtype"] == "float32"
+
+
+@parametrize("name", published_configs.PUBLISHED)
+def test_hf_published_configs(name, tmp_path):
+    """A folder with a published config.json gives the logits of transformers, or is refused by the
+    name of what is not supported. The sequence is longer than the trained length, or as long as the
+    sliding window. Catches a spelling of a key that transformers understands in another way."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config, refusal = published_configs.PUBLISHED[name]
+    config = published_configs.shrink(config)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    if refusal:
+        with raises(ValueError, match=refusal):
+            hf.read_config(tmp_path)
+        return
+
+    torch.manual_seed(0)
+    theirs = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path))
+    weights = {name: p + torch.randn_like(p) / 10 for name, p in theirs.state_dict().items()}
+    if config.get("tie_word_embeddings"):
+        del weights["lm_head.weight"]
+    save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
+    model = hf.load_model(tmp_path)
+    window = hf.sliding_window(hf.read_config(tmp_path)[1])
+    theirs = hf_load(tmp_path, dtype=torch.float32)  # not in the dtype that config.json names
+    assert hf_error(model, theirs, min(150, window or 150)) < 5e-6
 
 
 @parametrize("keys", [{"rope_theta": 7e5}, {"rope_scaling": LLAMA3}])
@@ -225,6 +255,203 @@ def test_hf_keys_that_are_not_built_are_refused(key, value, message, tmp_path):
     hf_edit(tmp_path, **{key: value})
     with raises(ValueError, match=message):
         hf.read_config(tmp_path)
+
+
+def add_shards(folder: Path) -> None:
+    """Put files into a folder that its index does not name: older shards, and other formats."""
+    for i, file in enumerate(sorted(folder.glob("model-*"))):
+        tensors = {name: tensor + 1 for name, tensor in load_file(file).items()}
+        for other in (f"model-0000{i + 1}-of-00009", f"consolidated-{i}", "model.fp16"):
+            save_file(tensors, folder / f"{other}.safetensors", {"format": "pt"})
+
+
+def rename_shards(folder: Path) -> None:
+    """Give the shards names that do not begin with `model`, one of them in a folder below."""
+    (folder / "below").mkdir()
+    index = json.loads((folder / hf.INDEX).read_text())
+    for i, file in enumerate(sorted(folder.glob("model-*"))):
+        new = "below/x.safetensors" if i == 0 else f"weights.{i} of 9.safetensors"
+        file.rename(folder / new)
+        for tensor, old in index["weight_map"].items():
+            if old == file.name:
+                index["weight_map"][tensor] = new
+    (folder / hf.INDEX).write_text(json.dumps(index))
+
+
+def drop_prefix(folder: Path) -> None:
+    """Name the tensors as those of a base model, as Qwen3-Embedding has them."""
+    index = json.loads((folder / hf.INDEX).read_text())
+    weight_map = {name.removeprefix("model."): file for name, file in index["weight_map"].items()}
+    hf_edit(folder, hf.INDEX, weight_map=weight_map)
+    for file in folder.glob("model-*"):
+        tensors = load_file(file)
+        tensors = {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
+        save_file(tensors, file, {"format": "pt"})
+
+
+def forget_a_tensor(folder: Path) -> None:
+    """Take a tensor out of the index. transformers reads all tensors of a file that is named."""
+    index = json.loads((folder / hf.INDEX).read_text())
+    del index["weight_map"]["model.norm.weight"]
+    (folder / hf.INDEX).write_text(json.dumps(index))
+
+
+def no_metadata(folder: Path) -> None:
+    hf_edit(folder, hf.INDEX, metadata={})
+
+
+@parametrize("change", [add_shards, rename_shards, drop_prefix, forget_a_tensor, no_metadata])
+def test_hf_index_decides(change, tmp_path):
+    """The files that an index names are read, and no others. Catches a tensor that comes from a file
+    which transformers does not read."""
+    theirs = hf_model(tmp_path)
+    change(tmp_path)
+    assert hf_error(hf.load_model(tmp_path), theirs, 40) < 2e-6
+    assert hf_error(hf.load_model(tmp_path), hf_load(tmp_path), 40) < 2e-6
+
+
+def test_hf_files_without_an_index(tmp_path):
+    """Without an index, model.safetensors is read, and no other file. Catches shards of an earlier
+    download."""
+    theirs = hf_model(tmp_path, shard="1GB")
+    other = {name: tensor + 1 for name, tensor in load_file(tmp_path / hf.WEIGHTS).items()}
+    for name in ("model-00001-of-00001", "model.fp16", "consolidated"):
+        save_file(other, tmp_path / f"{name}.safetensors", {"format": "pt"})
+    (tmp_path / "pytorch_model.bin").write_bytes(b"cos")
+    assert hf_error(hf.load_model(tmp_path), theirs, 40) < 2e-6
+
+
+def weight_map(**changes):
+    """Return a function that changes entries of a folder's index. "FIRST": its first file."""
+
+    def change(folder):
+        index = json.loads((folder / hf.INDEX).read_text())
+        first = sorted(index["weight_map"].values())[0]
+        files = {name: first if file == "FIRST" else file for name, file in changes.items()}
+        hf_edit(folder, hf.INDEX, weight_map=index["weight_map"] | files)
+
+    return change
+
+
+def index_text(text: str):
+    return lambda folder: (folder / hf.INDEX).write_text(text)
+
+
+def same_tensor_twice(folder: Path) -> None:
+    last = sorted(folder.glob("model-*"))[-1]
+    norm = {"model.embed_tokens.weight": torch.ones(300, 64)}
+    save_file(load_file(last) | norm, last, {"format": "pt"})
+
+
+def beside_the_index(folder: Path) -> None:
+    save_file({"x": torch.ones(1)}, folder / hf.WEIGHTS, {"format": "pt"})
+
+
+def without_head(folder: Path) -> None:
+    """Take the head out of a folder, as an embedding model has it."""
+    index = json.loads((folder / hf.INDEX).read_text())
+    file = folder / index["weight_map"].pop("lm_head.weight")
+    (folder / hf.INDEX).write_text(json.dumps(index))
+    tensors = load_file(file)
+    del tensors["lm_head.weight"]
+    save_file(tensors, file, {"format": "pt"})
+
+
+def fifo_index(folder: Path) -> None:
+    (folder / hf.INDEX).unlink()
+    os.mkfifo(folder / hf.INDEX)
+
+
+EMBED = {"model.embed_tokens.weight": "model-00002-of-00007.safetensors"}
+
+
+@parametrize(
+    "change, message",
+    [
+        (lambda f: next(f.glob("model-00002*")).unlink(), "names model-00002.*, which is missing"),
+        (weight_map(**EMBED), "names model-00002-of-00007.safetensors, which is missing"),
+        (
+            weight_map(x="FIRST"),
+            "says that x lies in model-0.*, but it lies in none of its files",
+        ),
+        (same_tensor_twice, "says that model.embed_tokens.weight lies in .*, but it lies in model"),
+        (weight_map(x="../x.safetensors"), "names ../x.safetensors, which is not in its folder"),
+        (weight_map(x="/etc/passwd"), "names /etc/passwd, which is not in its folder"),
+        (weight_map(x=""), r"\. is no regular file|cannot be read"),
+        (weight_map(x=None), "index.json is not of the form"),
+        (weight_map(x="config.json"), "config.json is truncated, or no safetensors file"),
+        (index_text("{"), "index.json is not of the form .*weight_map.*JSONDecodeError"),
+        (index_text("[]"), "index.json is not of the form"),
+        (index_text('{"weight_map": {}}'), "index.json names no files"),
+        (fifo_index, "index.json cannot be read: .*is no regular file"),
+        (beside_the_index, "model.safetensors lies beside .*index.json, which names model-00001"),
+        (
+            lambda f: (f / hf.INDEX).unlink(),
+            "there is neither model.safetensors nor .*index.json in it. Other files are not read "
+            "without the index: model-00001-of-.*, .... Download",
+        ),
+        (
+            without_head,
+            "1 tensor is missing: lm_head.weight. .* A base model or an embedding model",
+        ),
+    ],
+)
+def test_hf_files_that_contradict_each_other_are_refused(change, message, tmp_path):
+    """A folder whose files are not those of its index is refused, and the error names the file or
+    the tensor. No error advises to convert. Catches weights that nobody meant, and a path that leads
+    out of the folder."""
+    hf_model(tmp_path)
+    change(tmp_path)
+    cfg, _ = hf.read_config(tmp_path)
+    with raises(ValueError, match=message) as refused:
+        hf.open_weights(tmp_path, cfg)
+    assert "save_pretrained" not in str(refused.value)
+
+
+def test_hf_explicit_files_of_weights_are_refused(tmp_path):
+    """A config.json that names other files of weights is refused. Catches model.safetensors that is
+    read in their place."""
+    hf_model(tmp_path)
+    hf_edit(tmp_path, transformers_weights="other.safetensors")
+    with raises(ValueError, match="transformers_weights is 'other.safetensors'; only None"):
+        hf.read_config(tmp_path)
+
+
+@parametrize("file", ["config.json", hf.INDEX, "model-00001", "tokenizer.json"])
+def test_hf_files_that_cannot_be_read_say_so(file, tmp_path):
+    """A file that exists and cannot be read is named with the reason. Catches the advice to download
+    what is there."""
+
+    def deny():
+        raise PermissionError(13, "Permission denied", file)
+
+    hf_model(tmp_path / "in")
+    (tmp_path / "in" / "tokenizer.json").write_text("{}")
+    on_file_event(f"{tmp_path}/in/{file}", deny)
+    with raises(ValueError, match=f"Permission denied.*{file}"):
+        main(f"--init hf:{tmp_path}/in --steps 0 --out {tmp_path}/o --export {tmp_path}/e")
+
+
+@parametrize("whole", [True, False])
+def test_hf_advice_for_pickles_makes_up_no_weight(whole, tmp_path, capsys):
+    """The command that converts pickles converts whole models, and stops where the head is missing.
+    Catches advice that writes a random head."""
+    theirs = hf_model(tmp_path, shard="1GB")
+    weights = load_file(tmp_path / hf.WEIGHTS)
+    if not whole:
+        del weights["lm_head.weight"]
+    torch.save(weights, tmp_path / "pytorch_model.bin")
+    (tmp_path / hf.WEIGHTS).unlink()
+    with raises(ValueError, match="Pickles such as pytorch_model.bin are never read") as refused:
+        hf.load_model(tmp_path)
+    command = re.search('convert them: python -c "(.*)"$', str(refused.value))[1]
+    if whole:
+        exec(command, {})
+        assert hf_error(hf.load_model(tmp_path), theirs, 40) < 2e-6
+    else:
+        with raises(AssertionError, match="lm_head.weight"):
+            exec(command, {})
+        assert not (tmp_path / hf.WEIGHTS).exists()
 
 
 @parametrize("other", [0, 1])
