@@ -3,10 +3,15 @@
 import json
 import os
 import re
+import shutil
+import signal
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from pytest import raises
 from safetensors.torch import load_file, save_file
 
@@ -14,8 +19,17 @@ import checkpoint
 import hf
 import model as m
 import published_configs
-from helpers import hf_model, on_file_event
-from test_all import SMALL, example, losses, main, parametrize, relative, slow
+from helpers import (
+    fail_disk_full,
+    hf_model,
+    kill_self,
+    on_file_event,
+    saved_steps,
+    transformers_4,
+    uninterrupted_losses,
+)
+from ranks import ConfigError
+from test_all import SMALL, example, losses, main, parametrize, relative, run, slow
 
 LLAMA3 = {
     "rope_type": "llama3",
@@ -225,6 +239,88 @@ def test_hf_exports_what_computes_it(changes, kind, message, tmp_path, group):
         back = hf_back(model, tmp_path, {}, torch.bfloat16)
         assert (back.config.model_type, back.dtype) == (kind, torch.bfloat16)
         assert hf_error(model, back.float(), 40) < 2e-6
+
+
+READ_WITH_4 = """
+import sys
+sys.path.insert(0, sys.argv[1])
+import torch, transformers
+assert transformers.__version__ == "4.57.1", transformers.__version__
+tokens = torch.load(sys.argv[2])
+for folder in sys.argv[3:]:
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, attn_implementation="eager", dtype=torch.float32
+    )
+    torch.save(model(tokens).logits, f"{folder}/logits")
+"""
+EXPORTED = {  # what differs from SMALL in a model from scratch
+    "theta": {"rope_theta": 5e5},
+    "linear": {"rope_scaling": {"rope_type": "linear", "factor": 4.0}},
+    "llama3": {"rope_theta": 5e5, "rope_scaling": LLAMA3},
+    "yarn": {
+        "rope_scaling": {"rope_type": "yarn", "factor": 4.0}
+        | {"original_max_position_embeddings": 16},
+        "max_positions": 64,
+    },
+    "biases": {"rope_theta": 1e6, "qkv_bias": True},
+    "biases and yarn": {
+        "qkv_bias": True,
+        "rope_scaling": {"rope_type": "yarn", "factor": 2.0, "beta_fast": 16}
+        | {"original_max_position_embeddings": 32, "attention_factor": 1.2},
+        "max_positions": 64,
+    },
+    "qk-norms": {"rope_theta": 1e6, "qk_norm": True},
+    "qk-norms and llama3": {"qk_norm": True, "rope_scaling": LLAMA3},
+}
+
+
+@slow
+def test_hf_exports_are_read_by_transformers_4(tmp_path, group):
+    """transformers 4.57.1 computes our logits from exports of models from scratch and of imports,
+    and transformers 5 does so, too. Catches a rotary base, a scaling, a bias or a norm that only
+    one of them finds."""
+    models = {}
+    for name, changes in EXPORTED.items():
+        model = models[name] = m.LLaMA(replace(SMALL, vocab=300, **changes))
+        for p in model.parameters():
+            p.data.copy_(torch.randn(p.shape) / 8 + (p.dim() == 1))
+        hf_back(model, tmp_path / name, {})
+    for name in (
+        "NousResearch/Yarn-Mistral-7b-128k",
+        "Qwen/Qwen2.5-7B-Instruct",
+        "HuggingFaceTB/SmolLM2-135M",
+        "a Llama 3.1 with the original length beside rope_scaling",
+    ):
+        config = published_configs.shrink(published_configs.PUBLISHED[name][0])
+        short = name.replace("/", "-")
+        kind = config.pop("model_type")
+        hf_model(tmp_path / "in" / short, kind, **config)
+        _, source = hf.read_config(tmp_path / "in" / short)
+        models[short] = hf.load_model(tmp_path / "in" / short)
+        hf_back(models[short], tmp_path / short, source)
+
+    tokens, _ = example(seq=100, vocab=300)
+    torch.save(tokens, tmp_path / "tokens")
+    command = [sys.executable, "-c", READ_WITH_4, transformers_4(), tmp_path / "tokens"]
+    command += [tmp_path / name for name in models]
+    read = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    assert read.returncode == 0, read.stderr
+    for name, model in models.items():
+        theirs = torch.load(tmp_path / name / "logits")
+        assert relative(model(tokens), theirs) < 5e-6, name
+        assert hf_error(model, hf_load(tmp_path / name, dtype=torch.float32), 100) < 5e-6, name
+
+
+def test_hf_without_a_network_says_so(tmp_path, monkeypatch):
+    """Where pip reaches no index, the test above fails with a sentence. Catches a test that is
+    skipped, and half an installation that a later test takes for whole."""
+    monkeypatch.setattr(sys, "prefix", str(tmp_path))
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.delenv("PIP_FIND_LINKS", raising=False)
+    monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
+    with raises(RuntimeError, match="reads an export with transformers 4.57.1, which pip could no"):
+        transformers_4()
+    assert not [*tmp_path.iterdir()]
 
 
 @parametrize(
@@ -554,3 +650,198 @@ def test_hf_resumes_without_its_folder(tmp_path, capsys):
         assert type(back) is type(theirs) and back.config.eos_token_id == [7, 8]
         assert back.config.max_position_embeddings == 128
         assert back.config.rope_parameters["factor"] == 2.0
+
+
+# ---------------------------------------------------------------------------- the newest export
+
+
+def export_of_step(folder: Path, step: int, run: str = "0123abcd") -> None:
+    """Export a model whose weights are all `step`. Needs a group of ranks."""
+    model = m.LLaMA(SMALL)
+    weights = {name: torch.full_like(p, step) for name, p in model.named_parameters()}
+    hf.export(folder, SMALL, weights.get, torch.float32, {}, [], run=run, step=step)
+
+
+def whole_exports(folder: Path) -> dict[str, int]:
+    """Return {name: step} of a folder and those beside it that hold a whole export."""
+    found = {}
+    for place in folder.parent.glob(f"{folder.name}*"):
+        if not (place / hf.INDEX).exists():
+            continue
+        model = hf.load_model(place)
+        step = json.loads((place / hf.INDEX).read_text())["metadata"]["step"]
+        assert all((p == step).all() for p in model.parameters())
+        name = place.name.removeprefix(folder.name)
+        found[re.sub("[.][0-9a-f]{8}", "", name)] = step
+    return found
+
+
+@parametrize(
+    "event, path, nth, found",
+    [
+        ("os.mkdir", "partial$", 1, {"": 2}),
+        ("os.chmod", "partial/model-00002", 1, {"": 2}),  # its weights are written
+        ("open", "partial/config.json", 1, {"": 2}),
+        ("open", "partial/model.safetensors.index.json", 1, {"": 2}),
+        ("os.rename", "/x y$", 1, {"": 2, ".partial": 4}),
+        ("os.rename", "partial$", 1, {".old": 2, ".partial": 4}),  # between the two renames
+        ("shutil.rmtree", "old$", 1, {"": 4, ".old": 2}),
+    ],
+)
+def test_hf_killed_export_leaves_a_whole_one(event, path, nth, found, tmp_path, monkeypatch):
+    """A process that is killed while it replaces an export leaves the old one or the new one whole.
+    The next run gives the newest its name and deletes the rest. Catches half an export."""
+    monkeypatch.setattr(checkpoint, "FILE_BYTES", 60_000)
+    folder = tmp_path / "x y"
+    folder.mkdir()
+    child = os.fork()
+    if not child:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        export_of_step(folder, 2)
+        (folder / "notes.md").write_text("mine")
+        on_file_event(path, kill_self, event)
+        export_of_step(folder, 4)
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == signal.SIGKILL
+    assert whole_exports(folder) == found
+    folder.mkdir(exist_ok=True)  # as the start of the next run does
+    hf.finish_exchange(folder, "0123abcd")
+    newest = 4 if "" not in found or found[""] == 4 else 2
+    assert whole_exports(folder) == {"": newest} and [*tmp_path.iterdir()] == [folder]
+    assert (folder / "notes.md").read_text() == "mine"
+
+
+def test_hf_export_replaces_only_its_own(tmp_path, group):
+    """An export replaces the earlier one of its run, behind a link, too, and files of others stay.
+    An export that fails leaves the earlier one. Catches files of a user or of another run that an
+    export deletes."""
+    real, folder = tmp_path / "real", tmp_path / "link"
+    real.mkdir(mode=0o750)
+    folder.symlink_to(real)
+    export_of_step(folder, 2)
+    (folder / "README.md").write_text("mine")
+    (folder / "runs").mkdir()
+    export_of_step(folder, 4)
+    assert whole_exports(real) == {"": 4} and folder.is_symlink()
+    assert (folder / "README.md").read_text() == "mine" and (folder / "runs").is_dir()
+    assert real.stat().st_mode & 0o777 == 0o750
+    with raises(ConfigError, match="link is not empty|real is not empty"):
+        export_of_step(folder, 6, run="89abcdef")
+    on_file_event(f"{real}.0123abcd.partial/config.json", fail_disk_full)
+    with raises(ConfigError, match="No space left on device"):
+        export_of_step(folder, 6)
+    assert whole_exports(real) == {"": 4} and {*tmp_path.iterdir()} == {real, folder}
+
+
+@parametrize(
+    "resumed_step, message",
+    [
+        (None, "hf is not empty. Name another folder"),
+        (1, "hf has the weights of step 2, and this run resumes step 1. Name another"),
+        (2, ""),
+        (3, ""),
+    ],
+)
+@parametrize("place", ["hf", "hf.0123abcd.old"])  # where a kill may have left it
+def test_hf_export_folder_is_checked_at_the_start(place, resumed_step, message, tmp_path, group):
+    """Only a run that resumes may replace its export, and only by a later one. Catches an export that
+    is lost because a command is given twice."""
+    export_of_step(tmp_path / "new", 2)
+    folder = tmp_path / "hf"
+    (tmp_path / "new").rename(tmp_path / place)
+    if message:
+        with raises(ValueError, match=message.replace("hf ", f"{place} ")):
+            hf.check_export_folder(folder, "0123abcd", resumed_step)
+    else:
+        hf.check_export_folder(folder, "0123abcd", resumed_step)
+    if place == "hf":
+        with raises(ValueError, match="hf is not empty. Name another folder"):
+            hf.check_export_folder(folder, "89abcdef", resumed_step)
+
+
+def test_hf_export_to_a_mount_point_is_refused(tmp_path, monkeypatch):
+    """A folder that cannot be renamed is refused at the start. Catches a run whose export fails at
+    its end."""
+    monkeypatch.setattr(Path, "is_mount", lambda path: path == tmp_path.resolve())
+    with raises(ValueError, match="is a mount point, which cannot be renamed. Name a folder in it"):
+        hf.check_export_folder(tmp_path, "0123abcd", None)
+
+
+def same_weights(a: Path, b: Path) -> bool:
+    a, b = hf.load_model(a).state_dict(), hf.load_model(b).state_dict()
+    return all(torch.equal(a[name], b[name]) for name in a)
+
+
+def test_hf_export_at_every_save(tmp_path, capsys):
+    """With --save-every, each save also exports. A failed export costs neither the run, the
+    checkpoint nor the export before it. Catches an export of other weights than the checkpoint's,
+    and one that changes the training."""
+    out, folder = tmp_path / "o", tmp_path / "hf"
+    flags = "--save-every 2 --keep 9"
+    partial = f"{folder}.{hf.run_number(out)}.partial"
+
+    def keep_a_copy():  # of the export in the folder, when the next one is almost complete
+        step = hf.exported_step(folder, hf.run_number(out))
+        if step:
+            shutil.copytree(folder, tmp_path / f"hf{step}", dirs_exist_ok=True)
+
+    on_file_event(f"{partial}/{hf.INDEX}", keep_a_copy, "open")
+    main(f"{flags} --save-async --out {out} --export {folder}")
+    text = capsys.readouterr().out
+    assert re.findall(r"saved|exported", text) == 3 * ["saved", "exported"]
+    assert losses(out) == uninterrupted_losses(0)
+    assert [*tmp_path.glob("hf.*")] == []
+    for step, place in ((2, tmp_path / "hf2"), (4, tmp_path / "hf4"), (6, folder)):
+        main(
+            f"--resume {out}/step-{step:08d} --steps {step} --out {tmp_path}/x{step} "
+            f"--export {tmp_path}/x{step}-hf"
+        )
+        assert same_weights(place, tmp_path / f"x{step}-hf"), step
+
+
+def test_hf_export_that_fails_loses_nothing(tmp_path, capsys):
+    """If the disk is full at one export, the run goes on and says so; at the last, it fails. Catches
+    a run, a checkpoint or an export that a full disk costs."""
+    out, folder = tmp_path / "o", tmp_path / "hf"
+    full = [4, 7]  # the disk is full when these steps are exported
+
+    def fill_disk():
+        if saved_steps(out)[-1] in full:
+            fail_disk_full()
+
+    on_file_event(f"{folder}.{hf.run_number(out)}.partial$", fill_disk, "os.mkdir")
+    flags = f"--save-every 2 --keep 9 --out {out} --export {folder}"
+    main(flags)
+    text = capsys.readouterr().out
+    assert f"step 4 was not exported: {folder}: [Errno 28] No space left on device" in text
+    assert re.search(r"step 5/6 .*\(step 4 was not exported: ", text)
+    assert saved_steps(out) == [2, 4, 6] and losses(out) == uninterrupted_losses(0)
+    with raises(SystemExit, match="train.py: step 7 was not exported: .*No space left"):
+        main(f"{flags} --steps 7 --resume")
+    assert saved_steps(out) == [2, 4, 6, 7]
+    assert json.loads((folder / hf.INDEX).read_text())["metadata"]["step"] == 6
+    full.clear()
+    main(f"{flags} --steps 7 --resume")
+    assert json.loads((folder / hf.INDEX).read_text())["metadata"]["step"] == 7
+    resume = f"--resume {out}/step-00000007 --steps 7"
+    main(f"{resume} --out {tmp_path}/x --export {tmp_path}/x-hf")
+    assert same_weights(folder, tmp_path / "x-hf")
+
+
+@slow
+def test_hf_killed_and_resumed_export(tmp_path):
+    """A run that is killed between the renames of an export is resumed with the same command. It
+    leaves the export of its last step, and nothing beside it. Catches a resume that refuses its own
+    export."""
+    flags = f"--save-every 2 --out {tmp_path}/o --export {tmp_path}/hf --resume auto"
+    code = f"""
+from helpers import *
+on_file_event('hf.*[.]partial', lambda: os.path.exists('{tmp_path}/hf') or kill_self(), 'os.rename')
+"""
+    run(flags, code=code, expect=-signal.SIGKILL)
+    assert not (tmp_path / "hf").exists()
+    assert len([*tmp_path.glob("hf.*.old")]) == len([*tmp_path.glob("hf.*.partial")]) == 1
+    main(flags)
+    assert losses(tmp_path / "o") == uninterrupted_losses(0)
+    assert [path.name for path in tmp_path.glob("hf*")] == ["hf"]
+    assert hf.exported_step(tmp_path / "hf", hf.run_number(tmp_path / "o")) == 6
