@@ -42,6 +42,7 @@ import copy
 import json
 import math
 import re
+import shlex
 import shutil
 import tempfile
 import zlib
@@ -151,7 +152,8 @@ def read_config(folder: str) -> tuple[ModelConfig, dict]:
         raise ValueError(f"--init hf:{folder}: {path} cannot be imported: {e}") from e
 
 
-def check_family(model_type: str) -> None:
+def check_family(model_type: str | None) -> None:
+    """Raise ValueError for an architecture that is not in FAMILIES."""
     if model_type not in FAMILIES:
         raise ValueError(f"model_type is {model_type!r}; only {', '.join(FAMILIES)} are supported")
 
@@ -367,12 +369,15 @@ def no_weights(folder: str) -> str:
     if not pickles:
         return text + "Download them, too"
     # the assertion stops a conversion that would make up weights, such as a random head
+    name = json.dumps(str(folder))
+    code = (
+        "from transformers import AutoModelForCausalLM as M; "
+        f'model, info = M.from_pretrained({name}, dtype="auto", output_loading_info=True); '
+        f'assert not info["missing_keys"], info; model.save_pretrained({name})'
+    )
     return (
         f"{text}Pickles such as {pickles[0]} are never read, since they may run code; convert "
-        'them: python -c "from transformers import AutoModelForCausalLM as M; '
-        f"model, info = M.from_pretrained('{folder}', dtype='auto', output_loading_info=True); "
-        "assert not info['missing_keys'], info; "
-        f"model.save_pretrained('{folder}')\""
+        f"them: python -c {shlex.quote(code)}"
     )
 
 
@@ -381,9 +386,9 @@ def open_weights(folder: str, cfg: ModelConfig) -> Callable[[str], Tensor]:
 
     read() reads a tensor from disk when it is called. So only one needs to be in memory at a time.
 
-    open_weights raises ValueError if a file is missing or truncated, or if a tensor is missing, left
-    over or of another shape. read() raises ValueError if a tensor cannot be read, is not of floating point,
-    or has values that are not finite.
+    open_weights raises ValueError if a file is missing or truncated, or if a tensor is missing,
+    left over or of another shape. read() raises ValueError if a tensor cannot be read, is not of
+    floating point, or has values that are not finite.
     """
     stored = open_tensors(folder)
     parts = parts_of(cfg)
@@ -442,8 +447,8 @@ def check_shapes(folder: str, expected: dict[str, tuple], found: dict[str, tuple
             problems.append(f"{count} {problem}: {', '.join(tensors[:4])}{dots}")
     if "lm_head.weight" in missing:
         problems.append(
-            "tie_word_embeddings is false, so the head must be stored. A base model or an embedding "
-            "model has none: import the language model that it was made from"
+            "tie_word_embeddings is false, so the head must be stored. A base model or an "
+            "embedding model has none: import the language model that it was made from"
         )
     if problems:
         raise ValueError(
@@ -683,11 +688,13 @@ def run_number(out: Path) -> str:
 
 
 def partial_folder(folder: Path, run: str) -> Path:
+    """Return where an export of `folder` is written."""
     folder = folder.resolve()  # a link to the folder stays a link
     return folder.with_name(f"{folder.name}.{run}.partial")
 
 
 def old_folder(folder: Path, run: str) -> Path:
+    """Return where the export before the newest one is while they are exchanged."""
     folder = folder.resolve()
     return folder.with_name(f"{folder.name}.{run}.old")
 

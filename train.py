@@ -1504,7 +1504,9 @@ def train(
             saver.begin(run.meta | {"step": state.step, "samples": state.samples})
             state.last_saved_step = state.step
             if cfg.export and not last and not state.stop_reason:
-                saver.finish()  # first, so that a failed export costs no checkpoint
+                # first the checkpoint, also with --save-async: then a run that is killed while it
+                # exports resumes from this step, and may replace this step's export
+                saver.finish()
                 state.export_failed = export(run, states, state.step, saver.group)
 
     # end: save a last checkpoint unless the last step is saved already, draw loss.png, export

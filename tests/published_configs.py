@@ -1,8 +1,8 @@
 """config.json of published Hugging Face models, with the keys and values that their authors wrote.
 
-PUBLISHED is {name of the model: (config.json, refusal)}. refusal is "" for a model that --init hf:DIR
-imports, else a regular expression for the error that names what is not supported. `shrink` makes
-the model of a config.json so small that a test can build it.
+PUBLISHED is {name of the model: (config.json, refusal)}. refusal is "" for a model that --init
+hf:DIR imports, else a regular expression for the error that names what is not supported. `shrink`
+makes the model of a config.json so small that a test can build it.
 
 Left out: keys that describe the file and not the model, such as _name_or_path.
 """

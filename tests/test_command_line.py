@@ -126,8 +126,8 @@ REFUSED = [
     ("rm hf/config.json && train.py --init hf:hf", "there is no hf/config.json; `hf download"),
     (
         "rm hf/model* && touch hf/pytorch_model.bin && train.py --init hf:hf",
-        r"neither model.safetensors nor .*Pickles such as .* are never read.*from_pretrained\('hf', "
-        "dtype='auto', output_loading_info=True.*save_pretrained.'hf'",
+        r"neither model.safetensors nor .*Pickles such as .* are never read.*from_pretrained\(.hf., "
+        "dtype=.auto., output_loading_info=True.*save_pretrained..hf.",
     ),
     ("ln -sf /dev/zero hf/config.json && train.py --init hf:hf", "config.json is no regular file"),
     (
