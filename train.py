@@ -232,7 +232,8 @@ class Config(Constraints):
     export: str = flag(
         "", "Folder for a Hugging Face checkpoint of the final weights in --dtype, with tokenizer "
         "and license. Its architecture is the imported model's, or Llama without an import. With "
-        "--save-every, each save also replaces the folder by one of the weights of that step.")
+        "--save-every, each save also replaces the folder by one of the weights of that step. A "
+        "run that is stopped saves, and does not export.")
     # fmt: on
 
     def __post_init__(self):
