@@ -27,18 +27,25 @@ So an import concatenates the rows of theirs, and an export splits ours (parts_o
 all names. If you add a weight to the model, add a row there. This works if one of the FAMILIES
 has such a weight.
 
+Two versions of transformers look for the rotary base and the rotary scaling in different keys of
+config.json. An import reads both spellings, as transformers 5 does. An export writes both:
+
+    transformers 4    "rope_theta": 500000.0, "rope_scaling": {"rope_type": "yarn", ...}
+    transformers 5    "rope_parameters": {"rope_theta": 500000.0, "rope_type": "yarn", ...}
+
 Left out:
     - Architectures that are not in FAMILIES.
     - Weights in pickles, because reading a pickle may run code.
-    - Exports for transformers 4. It would ignore rope_parameters, the key in which an export has
-      the rotary base and the rotary scaling.
 """
 
+import copy
 import json
 import math
 import re
+import shlex
 import shutil
 import tempfile
+import zlib
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -48,10 +55,10 @@ import torch.distributed as dist
 from safetensors import safe_open
 from torch import Tensor
 
-from checkpoint import is_finite, pack, write_tensors
+from checkpoint import is_finite, pack, sync, write_tensors
 from data import fresh_folder, own_file
 from model import ROPE_KEYS, ROPE_OPTIONS, LLaMA, ModelConfig, rope_kind
-from ranks import on_rank_0
+from ranks import ConfigError, on_rank_0
 
 # ---------------------------------------------------------------------------- names and keys
 
@@ -101,7 +108,12 @@ REQUIRED_VALUES = {
     "mlp_bias": False,
     "quantization_config": None,
     "is_heterogeneous": False,
+    "transformers_weights": None,  # it names other files of weights than model.safetensors
 }
+
+# files of weights. If there are several, the index says which of them holds a tensor
+WEIGHTS = "model.safetensors"
+INDEX = "model.safetensors.index.json"
 
 # tokenizer and license files, which an export copies
 COMPANION_FILES = (
@@ -128,13 +140,22 @@ def read_config(folder: str) -> tuple[ModelConfig, dict]:
         )
 
     try:
+        # before transformers reads it, which says neither that reading is denied, nor which
+        # architecture asks for code of its own
+        check_family(json.loads(own_file(path, path.parent).read_text()).get("model_type"))
         config = AutoConfig.from_pretrained(
-            own_file(path, path.parent).parent, local_files_only=True, trust_remote_code=False
+            path.parent, local_files_only=True, trust_remote_code=False
         )
         source = json.loads(config.to_json_string())
         return model_of(source), source
     except Exception as e:  # transformers' errors have no class of their own
         raise ValueError(f"--init hf:{folder}: {path} cannot be imported: {e}") from e
+
+
+def check_family(model_type: str | None) -> None:
+    """Raise ValueError for an architecture that is not in FAMILIES."""
+    if model_type not in FAMILIES:
+        raise ValueError(f"model_type is {model_type!r}; only {', '.join(FAMILIES)} are supported")
 
 
 def model_of(source: dict) -> ModelConfig:
@@ -151,11 +172,11 @@ def _model_of(source: dict) -> ModelConfig:
     """Do the work of model_of. May raise transformers' own errors, too."""
     from transformers import AutoConfig
 
-    config = AutoConfig.for_model(**source)
-    if config.model_type not in FAMILIES:
-        raise ValueError(
-            f"model_type is {config.model_type!r}; only {', '.join(FAMILIES)} are supported"
-        )
+    config = AutoConfig.for_model(**copy.deepcopy(source))  # it changes the dicts in source
+    # transformers' models do this once more: original_max_position_embeddings may lie outside
+    # rope_parameters, and is found only then
+    config.standardize_rope_params()
+    check_family(config.model_type)
     for key, required in REQUIRED_VALUES.items():
         value = getattr(config, key, required)
         if value != required:
@@ -177,6 +198,11 @@ def _model_of(source: dict) -> ModelConfig:
         )
 
     max_positions = config.max_position_embeddings
+    if kind == "yarn" and "factor" not in rope:  # as transformers has it for null
+        rope["factor"] = max_positions / rope["original_max_position_embeddings"]
+    missing = [key for key in ROPE_KEYS.get(kind, ()) if key not in rope]
+    if missing:
+        raise ValueError(f"rope_parameters of type {kind!r} lack {missing}")
     if kind == "yarn":  # in some files max_position_embeddings is still the trained length
         max_positions = round(rope["original_max_position_embeddings"] * rope["factor"])
 
@@ -238,31 +264,133 @@ def parts_of(cfg: ModelConfig) -> dict[str, dict[str, tuple]]:
     return parts
 
 
+def open_tensors(folder: str) -> dict[str, object]:
+    """Return {their name: a handle that reads the tensor when it is indexed}.
+
+    Exactly the files that transformers reads are opened, whatever else lies in the folder:
+
+        model.safetensors                  the only file of weights, or
+        model.safetensors.index.json       names the files: {"weight_map": {their name: file, ...}}
+
+    Example: a folder has the shards 1 to 5, and six older shards. The index names only the first
+    five, so the older ones are not opened. The files may have any names.
+
+    Raises ValueError if there is neither file, if there are both and they contradict each other, or
+    if a file cannot be read or is not as the index says.
+    """
+    root = Path(folder)
+    if (root / INDEX).exists():
+        index = read_index(root)
+        files = sorted(set(index.values()))
+        if (root / WEIGHTS).exists() and files != [WEIGHTS]:
+            raise ValueError(
+                f"--init hf:{folder}: {WEIGHTS} lies beside {INDEX}, which names {files[0]}. "
+                f"transformers would read {WEIGHTS}, other programs what the index names. Remove "
+                "the one that is out of date"
+            )
+    elif (root / WEIGHTS).exists():
+        index = {}
+        files = [WEIGHTS]
+    else:
+        raise ValueError(no_weights(folder))
+
+    stored, file_of = {}, {}  # by their name
+    for file in files:  # transformers reads them in this order, too: of two tensors the last counts
+        path = root / file
+        if not path.exists():
+            raise ValueError(f"--init hf:{folder}: {INDEX} names {file}, which is missing")
+        try:
+            open(own_file(path, root), "rb").close()  # safetensors' error would not say "denied"
+        except OSError as e:
+            raise ValueError(f"--init hf:{folder}: {path} cannot be read: {e}") from e
+        try:
+            handle = safe_open(path, "pt")
+            tensors = {part: handle.get_slice(part) for part in handle.keys()}
+        except Exception as e:  # such a file may hold anything
+            raise ValueError(
+                f"--init hf:{folder}: {path} is truncated, or no safetensors file: {e}"
+            ) from e
+        stored |= tensors
+        file_of |= dict.fromkeys(tensors, file)
+
+    for part, file in index.items():
+        if file_of.get(part) != file:
+            where = f"lies in {file_of[part]}" if part in file_of else "lies in none of its files"
+            raise ValueError(
+                f"--init hf:{folder}: {INDEX} says that {part} lies in {file}, but it {where}. "
+                "Download the folder again"
+            )
+
+    if "model.embed_tokens.weight" not in stored and "embed_tokens.weight" in stored:
+        # a base model, whose names lack the prefix. A head, if there is one, never has it
+        stored = {
+            part if part.startswith("lm_head.") else f"model.{part}": tensor
+            for part, tensor in stored.items()
+        }
+    # old files store the rotary frequencies
+    return {
+        part: tensor for part, tensor in stored.items() if not part.endswith("rotary_emb.inv_freq")
+    }
+
+
+def read_index(root: Path) -> dict[str, str]:
+    """Return {their name: file} of a folder's model.safetensors.index.json. Raises ValueError if it
+    cannot be read, or names a file that is not in the folder."""
+    path = root / INDEX
+    try:
+        weight_map = json.loads(own_file(path, root).read_text())["weight_map"]
+        files = {Path(file) for file in weight_map.values()}
+    except OSError as e:
+        raise ValueError(f"--init hf:{root}: {path} cannot be read: {e}") from e
+    except Exception as e:  # the file may hold anything
+        raise ValueError(
+            f'--init hf:{root}: {path} is not of the form {{"weight_map": {{TENSOR: FILE}}}}: {e!r}'
+        ) from e
+    if not files:
+        raise ValueError(f"--init hf:{root}: {path} names no files")
+    for file in files:
+        if file.is_absolute() or ".." in file.parts:
+            raise ValueError(
+                f"--init hf:{root}: {path} names {file}, which is not in its folder. Only files of "
+                "the folder are read"
+            )
+    return weight_map
+
+
+def no_weights(folder: str) -> str:
+    """Return the error message for a folder with neither model.safetensors nor its index."""
+    root = Path(folder)
+    pickles = sorted(file.name for file in root.glob("pytorch_model*.bin"))
+    others = sorted(file.name for file in root.glob("*.safetensors"))
+    text = f"--init hf:{folder}: there is neither {WEIGHTS} nor {INDEX} in it. "
+    if others:
+        dots = ", ..." if len(others) > 4 else ""
+        text += f"Other files are not read without the index: {', '.join(others[:4])}{dots}. "
+    if not pickles:
+        return text + "Download them, too"
+    # the assertion stops a conversion that would make up weights, such as a random head
+    name = json.dumps(str(folder))
+    code = (
+        "from transformers import AutoModelForCausalLM as M; "
+        f'model, info = M.from_pretrained({name}, dtype="auto", output_loading_info=True); '
+        f'assert not info["missing_keys"], info; model.save_pretrained({name})'
+    )
+    return (
+        f"{text}Pickles such as {pickles[0]} are never read, since they may run code; convert "
+        f"them: python -c {shlex.quote(code)}"
+    )
+
+
 def open_weights(folder: str, cfg: ModelConfig) -> Callable[[str], Tensor]:
     """Check that a folder has exactly the weights of cfg. Return read(our name) -> tensor.
 
     read() reads a tensor from disk when it is called. So only one needs to be in memory at a time.
 
-    open_weights raises ValueError if a file is truncated, or if a tensor is missing, left over or
-    of another shape. read() raises ValueError if a tensor cannot be read, is not of floating point,
-    or has values that are not finite.
+    open_weights raises ValueError if a file is missing or truncated, or if a tensor is missing,
+    left over or of another shape. read() raises ValueError if a tensor cannot be read, is not of
+    floating point, or has values that are not finite.
     """
-    # their name -> a handle that reads the tensor when it is indexed. In alphabetical order,
-    # model.safetensors comes after model-00001-of-..., so its tensors win, as in transformers
-    stored = {}
-    for path in sorted(Path(folder).glob("model*.safetensors")):
-        try:
-            file = safe_open(own_file(path, path.parent), "pt")
-            stored |= {
-                part: file.get_slice(part)
-                for part in file.keys()
-                if not part.endswith("rotary_emb.inv_freq")  # old files store the frequencies
-            }
-        except Exception as e:  # such a file may hold anything
-            raise ValueError(
-                f"--init hf:{folder}: {path}: weights missing or truncated: {e}"
-            ) from e
-
+    stored = open_tensors(folder)
     parts = parts_of(cfg)
     # a tied head is usually not stored, and then the embedding is read for it
     if cfg.tied and "lm_head.weight" not in stored:
@@ -317,13 +445,15 @@ def check_shapes(folder: str, expected: dict[str, tuple], found: dict[str, tuple
             dots = ", ..." if len(tensors) > 4 else ""
             count = "1 tensor is" if len(tensors) == 1 else f"{len(tensors)} tensors are"
             problems.append(f"{count} {problem}: {', '.join(tensors[:4])}{dots}")
+    if "lm_head.weight" in missing:
+        problems.append(
+            "tie_word_embeddings is false, so the head must be stored. A base model or an "
+            "embedding model has none: import the language model that it was made from"
+        )
     if problems:
         raise ValueError(
-            f"--init hf:{folder}: model*.safetensors and config.json disagree. "
-            f"{'. '.join(problems)}. "
-            "Pickles are never read, since they may run code; convert them: "
-            'python -c "from transformers import AutoModelForCausalLM as M; '
-            f"M.from_pretrained('{folder}', dtype='auto').save_pretrained('{folder}')\""
+            f"--init hf:{folder}: the files of weights and config.json disagree. "
+            f"{'. '.join(problems)}"
         )
 
 
@@ -403,6 +533,7 @@ def export_config(cfg: ModelConfig, source: dict, dtype: torch.dtype):
         "rope_parameters": {"rope_theta": cfg.rope_theta} | cfg.rope_scaling,
     }
     settings.pop("auto_map", None)  # it names Python files of the import, which are not exported
+    settings.pop("original_max_position_embeddings", None)  # it is in rope_parameters
 
     families = [source["model_type"]] if source else FAMILIES
     lost_fields = {}  # family -> our fields that its config.json has no key for
@@ -506,23 +637,162 @@ def write_small(folder: Path, model: LLaMA, config) -> None:
             continue  # it equals the embedding, so transformers ties it again
         pieces = weights[name].split([rows for rows, *_ in parts.values()])
         tensors |= {part: piece.contiguous() for part, piece in zip(parts, pieces)}
-    write_tensors(tensors, folder / "model.safetensors", {"format": "pt"})
+    write_tensors(tensors, folder / WEIGHTS, {"format": "pt"})
+    write_config(folder, config)
+
+
+def write_config(folder: Path, config) -> None:
+    """Write config.json, with the rotary base and scaling in the keys that transformers 4 reads,
+    too. transformers 5 has only rope_parameters, and would write only these."""
     config.save_pretrained(folder)
+    path = folder / "config.json"
+    settings = json.loads(path.read_text())
+    scaling = dict(settings["rope_parameters"])
+    settings["rope_theta"] = scaling.pop("rope_theta")
+    settings["rope_scaling"] = None if scaling["rope_type"] == "default" else scaling
+    path.write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n")
 
 
 def companion_files(folders: list[Path]) -> list[Path]:
     """Return the tokenizer and license files of folders, which an export copies.
 
     If two folders have a file of the same name, the later folder's is used. Raises OSError if a
-    file is not a regular file, or is a link that leads out of its folder (own_file). An export
-    would publish the file that the link leads to.
+    file cannot be read, is not a regular file, or is a link that leads out of its folder
+    (own_file). An export would publish the file that the link leads to.
     """
     found = {}  # name -> path
     for folder in folders:
         for file in sorted(folder.glob("*")):
             if re.fullmatch(COMPANION_FILES, file.name) and not file.is_dir():
-                found[file.name] = own_file(file, folder)
+                open(own_file(file, folder), "rb").close()  # so that it fails before the training
+                found[file.name] = file
     return [*found.values()]
+
+
+# ---------------------------------------------------------------------------- files of an export
+#
+# An export never writes into its folder. It fills a fresh folder beside it, and exchanges the two:
+#
+#     DIR.RUN.partial    the new export while it is written; its index comes last
+#     DIR                the newest whole export
+#     DIR.RUN.old        the export before, from the exchange on until it is deleted
+#
+# RUN is a number of the run (run_number). So two runs that export to the same folder do not write
+# into each other's files, and the index of an export says which run wrote it.
+
+
+def run_number(out: Path) -> str:
+    """Return a number of 8 hex digits that is the same for all commands with this --out. It is a
+    checksum, because an export should not publish the path."""
+    return f"{zlib.crc32(str(out.resolve()).encode()):08x}"
+
+
+def partial_folder(folder: Path, run: str) -> Path:
+    """Return where an export of `folder` is written."""
+    folder = folder.resolve()  # a link to the folder stays a link
+    return folder.with_name(f"{folder.name}.{run}.partial")
+
+
+def old_folder(folder: Path, run: str) -> Path:
+    """Return where the export before the newest one is while they are exchanged."""
+    folder = folder.resolve()
+    return folder.with_name(f"{folder.name}.{run}.old")
+
+
+def exported_step(folder: Path, run: str) -> int | None:
+    """Return the step of the export that a run has written to a folder. Return None if the folder
+    is empty or missing. Raises ValueError if it has other files."""
+    if not folder.exists() or not any(folder.iterdir()):
+        return None
+    try:
+        written = json.loads(own_file(folder / INDEX, folder).read_text())["metadata"]
+        if written["run"] == run:
+            return int(written["step"])
+    except Exception:  # any other files are in it
+        pass
+    raise ValueError(f"--export {folder} is not empty. Name another folder")
+
+
+def check_export_folder(folder: Path, run: str, resumed_step: int | None) -> None:
+    """Raise ValueError if an export would overwrite files in its folder.
+
+    A resumed run may replace the export that the same run has written up to the step that it
+    resumes. resumed_step: this step; None for a run that begins anew.
+    """
+    for place in (folder, old_folder(folder, run)):  # a kill may have left it as `old`
+        step = exported_step(place, run)
+        if step is None:
+            continue
+        if resumed_step is None:
+            raise ValueError(f"--export {place} is not empty. Name another folder")
+        if step > resumed_step:
+            raise ValueError(
+                f"--export {place} has the weights of step {step}, and this run resumes step "
+                f"{resumed_step}. Name another folder"
+            )
+    if folder.resolve().is_mount():
+        raise ValueError(
+            f"--export {folder} is a mount point, which cannot be renamed. Name a folder in it"
+        )
+
+
+def finish_exchange(folder: Path, run: str) -> None:
+    """Finish the exchange that a kill has interrupted, and delete what a killed export left.
+
+    The newest whole export gets its name again. Raises OSError. Call this while no other process
+    with the same --out runs.
+    """
+    partial, old = partial_folder(folder, run), old_folder(folder, run)
+    if old.exists():
+        if exported_step(folder, run) is None:
+            newest = partial if (partial / INDEX).exists() else old
+            newest.rename(folder.resolve())
+        delete_old(folder, run)
+    shutil.rmtree(partial, ignore_errors=True)
+
+
+def exchange(folder: Path, run: str) -> None:
+    """Put the whole export in `partial` in place of the folder's files. Raises OSError.
+
+    Nobody ever sees half an export in `folder`. There are two cases:
+
+        folder is empty or missing    the folder appears with all of its files at once
+        folder has an older export    it is renamed to `old`, then `partial` to `folder`, then `old`
+                                      is deleted. Between the two renames nothing is at `folder`
+
+    A process that is killed between the renames leaves two whole exports, `old` and `partial`. The
+    next run with the same --out and --export finishes the exchange (finish_exchange).
+
+    A reader who opens a file during the exchange may have to open it again. If it opens several
+    files, the first may be of the old export and the next of the new one. The step in the index's
+    metadata tells: read it before and after.
+    """
+    target, old = folder.resolve(), old_folder(folder, run)
+    exported_step(target, run)  # raises if another program has put files there
+    if target.exists() and any(target.iterdir()):
+        delete_old(folder, run)  # left over if it could not be deleted before
+        target.rename(old)
+    try:
+        partial_folder(folder, run).rename(target)
+    except OSError:
+        if old.exists():
+            old.rename(target)
+        raise
+    sync(target.parent)
+    delete_old(folder, run)
+
+
+def delete_old(folder: Path, run: str) -> None:
+    """Delete the export before the newest one. A file that the newest one does not have, such as
+    notes of a user, is moved there. Weights are not moved."""
+    old = old_folder(folder, run)
+    if not old.exists():
+        return
+    for file in old.iterdir():
+        new = folder.resolve() / file.name
+        if not re.fullmatch(r"model-\d+-of-\d+\.safetensors", file.name) and not new.exists():
+            file.rename(new)
+    shutil.rmtree(old, ignore_errors=True)
 
 
 def export(
@@ -533,27 +803,31 @@ def export(
     source: dict,
     companion_folders: list[Path],
     group: dist.ProcessGroup | None = None,
+    run: str = "",
+    step: int = 0,
 ) -> None:
     """Write a model as a Hugging Face folder and print its family. A collective of all ranks.
 
-    folder              an existing folder, which gets the files
+    folder              the folder that gets the files. An earlier export of the run is replaced
     full_param          function: our name -> the full tensor. All ranks call it together
     dtype               dtype of the stored weights
     source              the import's config.json, from read_config; {} for a model from scratch
     companion_folders   folders whose tokenizer and license files are copied
     group               ranks.patient_group(), because rank 0 may write longer than --timeout
 
-    The files are written to folder/partial. When all of them are complete, they are moved to the
-    folder. Raises ValueError if the model cannot be exported, and ConfigError (also a ValueError)
-    on all ranks if rank 0 cannot write a file.
+    run, step           the number of the run (run_number), and the steps done. The index says both
+
+    The files are written to a fresh folder, which takes the place of `folder` when it is complete
+    (exchange). So there must be room for two exports. If writing fails, the earlier export stays.
+    Raises ValueError if the model cannot be exported, and ConfigError (also a ValueError) on all
+    ranks if rank 0 cannot write a file.
     """
-    partial = folder / "partial"
+    partial = partial_folder(folder, run)
 
     # an imported tied head is a matrix of its own here, which training may change. The export ties
     # it again if it still equals the embedding
     tied = cfg.tied and torch.equal(full_param("embed.weight"), full_param("head.weight"))
     config = export_config(replace(cfg, tied=tied), source, dtype)
-    on_rank_0(fresh_folder, partial, group=group)
 
     parts = parts_of(cfg)
     if tied:
@@ -566,34 +840,45 @@ def export(
         sizes[name] = dtype.itemsize * elements
     files = pack(sizes)
 
-    # all ranks gather a weight; rank 0 collects the weights of a file and writes it
-    weight_map = {}  # their name -> file
-    for i, names in enumerate(files, 1):
-        file = f"model-{i:05d}-of-{len(files):05d}.safetensors"
-        tensors = {}  # their name -> tensor. Filled on rank 0 only
-        for name in names:
-            full = full_param(name)
-            if dist.get_rank() == 0:
-                row_counts = [rows for rows, *_ in parts[name].values()]
-                pieces = full.to("cpu", dtype).split(row_counts)
-                tensors |= zip(parts[name], pieces)
-        on_rank_0(write_tensors, tensors, partial / file, {"format": "pt"}, group=group)
-        weight_map |= dict.fromkeys(tensors, file)
+    def begin():
+        fresh_folder(partial)
+        if folder.exists():  # the new folder gets its rights
+            shutil.copymode(folder, partial)
 
     def finish():
-        index = json.dumps({"metadata": {}, "weight_map": weight_map})
-        (partial / "model.safetensors.index.json").write_text(index)
-        config.save_pretrained(partial)
-
         for other in companion_folders:
             if not other.is_dir():
                 print(f"{other} is not there any more: its tokenizer and license are not exported")
         for file in companion_files(companion_folders):
             shutil.copy(file, partial)
-
+        write_config(partial, config)
         for file in partial.iterdir():
-            file.rename(folder / file.name)
-        partial.rmdir()
+            sync(file)
+
+        metadata = {"total_size": sum(sizes.values()), "run": run, "step": step}
+        index = json.dumps({"metadata": metadata, "weight_map": weight_map})
+        (partial / INDEX).write_text(index)  # last: a folder with an index is complete
+        sync(partial / INDEX)
+        sync(partial)
+        exchange(folder, run)
         print(f"exported {folder}: {config.model_type}")
 
-    on_rank_0(finish, group=group)
+    # all ranks gather a weight; rank 0 collects the weights of a file and writes it
+    weight_map = {}  # their name -> file
+    try:
+        on_rank_0(begin, group=group)
+        for i, names in enumerate(files, 1):
+            file = f"model-{i:05d}-of-{len(files):05d}.safetensors"
+            tensors = {}  # their name -> tensor. Filled on rank 0 only
+            for name in names:
+                full = full_param(name)
+                if dist.get_rank() == 0:
+                    row_counts = [rows for rows, *_ in parts[name].values()]
+                    pieces = full.to("cpu", dtype).split(row_counts)
+                    tensors |= zip(parts[name], pieces)
+            on_rank_0(write_tensors, tensors, partial / file, {"format": "pt"}, group=group)
+            weight_map |= dict.fromkeys(tensors, file)
+        on_rank_0(finish, group=group)
+    except ConfigError:
+        on_rank_0(shutil.rmtree, partial, True, group=group)  # give the disk its room back
+        raise

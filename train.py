@@ -262,7 +262,9 @@ class Config(Constraints):
         "this command gives.")
     export: str = flag(
         "", "Folder for a Hugging Face checkpoint of the final weights in --dtype, with tokenizer "
-        "and license. Its architecture is the imported model's, or Llama without an import.")
+        "and license. Its architecture is the imported model's, or Llama without an import. With "
+        "--save-every, each save also replaces the folder by one of the weights of that step. A "
+        "run that is stopped saves, and does not export.")
     # fmt: on
 
     def __post_init__(self):
@@ -604,9 +606,12 @@ def try_folder(folder: str) -> None:
         raise ValueError(f"{folder} cannot be written: {e}. Name another folder") from e
 
 
-def check_folders(cfg: Config, model: ModelConfig, source: dict) -> None:
+def check_folders(
+    cfg: Config, model: ModelConfig, source: dict, resumed: checkpoint.Checkpoint | None
+) -> None:
     """Raise ValueError unless --out and --export can be written, and the export overwrites no file
     and drops nothing of the model."""
+    resumed_step = resumed.meta["step"] if resumed else None
     try_folder(cfg.out)
     for name in ("lock", "log.jsonl"):
         own_or_absent(Path(cfg.out, name))
@@ -616,8 +621,8 @@ def check_folders(cfg: Config, model: ModelConfig, source: dict) -> None:
     try_folder(cfg.export)
     if os.path.samefile(cfg.export, cfg.out):
         raise ValueError(f"--export {cfg.export} is also --out. Name another folder")
-    if set(os.listdir(cfg.export)) - {"partial"}:  # a killed export leaves `partial`
-        raise ValueError(f"--export {cfg.export} is not empty. Name another folder")
+    hf.check_export_folder(Path(cfg.export), hf.run_number(Path(cfg.out)), resumed_step)
+    try_folder(Path(cfg.export).resolve().parent)  # an export is written beside its folder
     if cfg.attention in KERNELS and not KERNELS[cfg.attention].plain:
         raise ValueError(
             f"--export: Hugging Face's models cannot compute --attention {cfg.attention}. "
@@ -694,7 +699,7 @@ def configure(command_flags: dict, local_rank: int) -> Run:
 
     # ---- data
     if not cfg.dry_run:
-        all_or_none(check_folders, cfg, model, source)
+        all_or_none(check_folders, cfg, model, source, resumed)
     cfg, training, validation, data_fingerprint = open_data(cfg, model)
 
     # ---- plan
@@ -980,6 +985,8 @@ def build_run(
     # This comes last, because a run that is refused above must not move files of an earlier run
     trains = run.start_step < cfg.steps
     on_rank_0(checkpoint.prepare_out, out, run.resumed, trains)
+    if cfg.export:
+        on_rank_0(hf.finish_exchange, Path(cfg.export), hf.run_number(out))
     return model, states, memory, saver
 
 
@@ -1296,18 +1303,30 @@ def companion_folders(cfg: Config) -> list[Path]:
     return [Path(folder) for folder in (cfg.import_folder, cfg.tokenizer) if folder]
 
 
-def export(run: Run, states: States, group: dist.ProcessGroup) -> None:
-    """Write the weights to --export, with a tokenizer and a license. A collective of all ranks."""
+def export(run: Run, states: States, step: int, group: dist.ProcessGroup) -> str:
+    """Write the weights after a step to --export, with a tokenizer and a license.
+
+    Returns why this failed, or "". A failure ends no run, and the earlier export stays. A
+    collective of all ranks.
+    """
     cfg = run.cfg
-    hf.export(
-        Path(cfg.export),
-        run.plan.model,
-        states.full_param,
-        run.plan.dtype,
-        run.meta["source"],
-        companion_folders(cfg),
-        group,
-    )
+    try:
+        hf.export(
+            Path(cfg.export),
+            run.plan.model,
+            states.full_param,
+            run.plan.dtype,
+            run.meta["source"],
+            companion_folders(cfg),
+            group,
+            hf.run_number(Path(cfg.out)),
+            step,
+        )
+    except ValueError as e:
+        failed = f"step {step} was not exported: {cfg.export}: {e}"
+        print0(failed)
+        return failed
+    return ""
 
 
 # ---------------------------------------------------------------------------- the loop
@@ -1489,7 +1508,7 @@ def freeze_gc() -> None:
 
 def log_step(run: Run, log, row: dict, unsaved: str) -> None:
     """Print the line of a step, and write its row to log.jsonl. unsaved: why the last checkpoint
-    was not saved, or ""."""
+    or export was not written, or ""."""
     step, steps, seconds = row["step"], run.cfg.steps, row["seconds"]
     row |= run.plan.rates(seconds, run.hardware.profile.peak_flops, row["keys_seen"])
     parts = [
@@ -1573,6 +1592,7 @@ class LoopState:
     last_saved_step: int = -1  # the step of the newest checkpoint; -1: none
     # how many steps in a row, up to this one, were not finite and so changed no weight
     skips_in_a_row: int = 0
+    export_failed: str = ""  # why the last export failed, as a sentence; "" if it did not
     failure: str = ""  # what went wrong; the run saves, and exits with status 1
     stop_reason: str = ""  # why the run ends before --steps: a failure, a signal or --stop-after
 
@@ -1691,12 +1711,18 @@ def train(
         # log
         if not row["writing"]:
             saver.finish()  # all ranks have written their files: name the checkpoint
-        log_step(run, log, row | {"memplan": memory and memory.counts}, saver.failed)
+        unsaved = ", ".join(filter(None, [saver.failed, state.export_failed]))
+        log_step(run, log, row | {"memplan": memory and memory.counts}, unsaved)
 
         # save
         if saves:
             saver.begin(run.meta | {"step": state.step, "samples": state.samples})
             state.last_saved_step = state.step
+            if cfg.export and not last and not state.stop_reason:
+                # first the checkpoint, also with --save-async: then a run that is killed while it
+                # exports resumes from this step, and may replace this step's export
+                saver.finish()
+                state.export_failed = export(run, states, state.step, saver.group)
         if (evaluates or saves) and not (last or state.stop_reason):
             state.stop_reason = stop.ask_all()  # both may have taken minutes
 
@@ -1709,8 +1735,8 @@ def train(
         saver.finish()
     close_log(run, log, draw=not stop.reason)
     if cfg.export and state.step >= cfg.steps and state.skips_in_a_row < MAX_SKIPS:
-        export(run, states, saver.group)
-    return state.failure or saver.failed
+        state.export_failed = export(run, states, state.step, saver.group)
+    return state.failure or saver.failed or state.export_failed
 
 
 # ---------------------------------------------------------------------------- the program

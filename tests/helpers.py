@@ -1,7 +1,7 @@
 """Helpers that several files of tests/ share.
 
-They cause faults from outside the program, make Hugging Face models and tokenizers, and make
-machines and plans whose times and bytes can be checked by hand.
+They cause faults from outside the program, make Hugging Face models and tokenizers, install an
+older transformers, and make machines and plans whose times and bytes can be checked by hand.
 """
 
 import copy
@@ -10,6 +10,7 @@ import json
 import os
 import re
 import signal
+import subprocess
 import sys
 import tempfile
 from dataclasses import replace
@@ -104,6 +105,44 @@ def hf_model(folder, kind="llama", shard="60KB", **kw):
             p.add_(torch.randn_like(p), alpha=0.1)
     theirs.save_pretrained(folder, max_shard_size=shard)
     return theirs
+
+
+# transformers 4, and what it needs in other versions than the installed ones or not at all here
+TRANSFORMERS_4 = (
+    "transformers==4.57.1",
+    "tokenizers==0.22.1",
+    "huggingface-hub==0.36.0",
+    "requests==2.32.5",
+    "urllib3==2.5.0",
+    "certifi==2025.10.5",
+    "charset-normalizer==3.4.4",
+)
+
+
+def transformers_4() -> Path:
+    """Return a folder with transformers 4.57.1, which shares the installed torch and all the rest.
+
+    The first call installs it into a folder of the environment. Two processes may do so at once:
+    the folder appears whole, by a rename. Raises RuntimeError with a sentence if it cannot be
+    installed, for example without a network.
+    """
+    folder = Path(sys.prefix) / "transformers-4.57.1"
+    if folder.exists():
+        return folder
+    with tempfile.TemporaryDirectory(dir=sys.prefix) as partial:
+        target = Path(partial) / "packages"
+        command = [sys.executable, "-m", "pip", "install", "--no-deps", "--target", target]
+        pip = subprocess.run([*command, *TRANSFORMERS_4], capture_output=True, text=True)
+        if pip.returncode:
+            raise RuntimeError(
+                "This test reads an export with transformers 4.57.1, which pip could not install. "
+                f"Run it where a package index can be reached. pip says: {pip.stderr[-2000:]}"
+            )
+        try:
+            target.rename(folder)
+        except OSError:  # another process was faster
+            assert folder.exists()
+    return folder
 
 
 def round_machine(inside=1e30, across=1e30, **changes) -> hardware.Profile:

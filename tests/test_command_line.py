@@ -118,12 +118,19 @@ REFUSED = [
         "log.jsonl is no regular file",
     ),
     # ---- Hugging Face models
-    ("truncate -s -100 hf/model-00002* && train.py --init hf:hf", "missing or truncated"),
-    ("rm hf/model-00002* && train.py --init hf:hf", "disagree. 3 tensors are missing: "),
+    (
+        "truncate -s -100 hf/model-00002* && train.py --init hf:hf",
+        "00002.* is truncated, or no safetensors file",
+    ),
+    (
+        "rm hf/model-00002* && train.py --init hf:hf",
+        "index.json names model-00002.*, which is missing",
+    ),
     ("rm hf/config.json && train.py --init hf:hf", "there is no hf/config.json; `hf download"),
     (
         "rm hf/model* && touch hf/pytorch_model.bin && train.py --init hf:hf",
-        r"tensors are missing.*Pickles are never read.*from_pretrained\('hf', .*save_pretrained.'hf'",
+        r"neither model.safetensors nor .*Pickles such as .* are never read.*from_pretrained\(.hf., "
+        "dtype=.auto., output_loading_info=True.*save_pretrained..hf.",
     ),
     ("ln -sf /dev/zero hf/config.json && train.py --init hf:hf", "config.json is no regular file"),
     (

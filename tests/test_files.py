@@ -122,7 +122,7 @@ def no_hang():
         ("o/step-00000001/meta.json", "meta.json is no regular file"),
         ("o/step-00000001/rank-00000-0.safetensors", "rank-00000-0.safetensors is no regular"),
         ("in/config.json", "config.json is no regular file"),
-        ("in/model.safetensors", "is no regular file"),
+        ("in/model.safetensors.index.json", "index.json is no regular file"),
         ("ids.bin.json", "ids.bin.json is no regular file"),
     ],
 )

@@ -1,18 +1,36 @@
 """Hugging Face models: imported, trained, resumed and exported as transformers computes them."""
 
 import json
+import os
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from pytest import raises
 from safetensors.torch import load_file, save_file
 
 import checkpoint
 import hf
 import model as m
-from helpers import hf_model
-from test_all import SMALL, example, losses, main, parametrize, relative, slow
+import published_configs
+from helpers import (
+    fail_disk_full,
+    hf_model,
+    kill_self,
+    on_file_event,
+    saved_steps,
+    transformers_4,
+    uninterrupted_losses,
+)
+from ranks import ConfigError
+from test_all import SMALL, example, losses, main, parametrize, relative, run, slow
 
 LLAMA3 = {
     "rope_type": "llama3",
@@ -81,10 +99,10 @@ def hf_error(model, theirs, seq: int) -> float:
     return relative(model(tokens), theirs(tokens).logits)
 
 
-def hf_load(folder):
+def hf_load(folder, **kw):
     from transformers import AutoModelForCausalLM
 
-    return AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
+    return AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", **kw)
 
 
 def hf_back(model, folder: Path, source: dict, dtype=torch.float32):
@@ -125,13 +143,60 @@ def test_hf_published(name, tmp_path, monkeypatch, group):
     assert written["dtype"] == "float32"
 
 
-@parametrize("keys", [{"rope_theta": 7e5}, {"rope_scaling": LLAMA3}])
+@parametrize("name", published_configs.PUBLISHED)
+def test_hf_published_configs(name, tmp_path):
+    """A folder with a published config.json gives the logits of transformers, or is refused by the
+    name of what is not supported. The sequence is longer than the trained length, or as long as the
+    sliding window. Catches a spelling of a key that transformers understands in another way."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config, refusal = published_configs.PUBLISHED[name]
+    config = published_configs.shrink(config)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    if refusal:
+        with raises(ValueError, match=refusal):
+            hf.read_config(tmp_path)
+        return
+
+    torch.manual_seed(0)
+    theirs = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path))
+    weights = {name: p + torch.randn_like(p) / 10 for name, p in theirs.state_dict().items()}
+    if config.get("tie_word_embeddings"):
+        del weights["lm_head.weight"]
+    save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
+    model = hf.load_model(tmp_path)
+    window = hf.sliding_window(hf.read_config(tmp_path)[1])
+    theirs = hf_load(tmp_path, dtype=torch.float32)  # not in the dtype that config.json names
+    assert hf_error(model, theirs, min(150, window or 150)) < 5e-6
+
+
+LENGTH = "original_max_position_embeddings"
+LLAMA3_NO_LENGTH = {key: value for key, value in LLAMA3.items() if key != LENGTH}
+
+
+@parametrize(
+    "keys",
+    [
+        {"rope_theta": 7e5},
+        {"rope_scaling": LLAMA3},
+        # the trained length: beside the scaling, both in it and beside it, and nowhere
+        {"rope_scaling": LLAMA3_NO_LENGTH, LENGTH: 32},
+        {"rope_scaling": LLAMA3, LENGTH: 32},
+        {"rope_scaling": LLAMA3_NO_LENGTH},
+        {"rope_parameters": LLAMA3 | {"rope_theta": 5e5}, LENGTH: 32},
+        {"rope_scaling": {"type": "yarn", "factor": 4.0}, LENGTH: 32},
+        {"rope_scaling": YARN, LENGTH: 64},
+        {"rope_scaling": {"type": "linear", "factor": 4.0}, LENGTH: 32},
+        {LENGTH: 32},
+        {"rope_scaling": {"rope_type": "yarn", "factor": None, LENGTH: 32}},
+    ],
+)
 def test_hf_keys_that_disagree_mean_what_transformers_reads(keys, tmp_path):
     """Where an older key of config.json disagrees with rope_parameters, the logits are those of
     transformers. Catches the key that is believed although transformers does not."""
     hf_model(tmp_path)
     hf_edit(tmp_path, **keys)  # beside rope_parameters
-    assert hf_error(hf.load_model(tmp_path), hf_load(tmp_path), 40) < 2e-6
+    assert hf_error(hf.load_model(tmp_path), hf_load(tmp_path), 100) < 2e-6
 
 
 @slow
@@ -197,6 +262,88 @@ def test_hf_exports_what_computes_it(changes, kind, message, tmp_path, group):
         assert hf_error(model, back.float(), 40) < 2e-6
 
 
+READ_WITH_4 = """
+import sys
+sys.path.insert(0, sys.argv[1])
+import torch, transformers
+assert transformers.__version__ == "4.57.1", transformers.__version__
+tokens = torch.load(sys.argv[2])
+for folder in sys.argv[3:]:
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, attn_implementation="eager", dtype=torch.float32
+    )
+    torch.save(model(tokens).logits, f"{folder}/logits")
+"""
+EXPORTED = {  # what differs from SMALL in a model from scratch
+    "theta": {"rope_theta": 5e5},
+    "linear": {"rope_scaling": {"rope_type": "linear", "factor": 4.0}},
+    "llama3": {"rope_theta": 5e5, "rope_scaling": LLAMA3},
+    "yarn": {
+        "rope_scaling": {"rope_type": "yarn", "factor": 4.0}
+        | {"original_max_position_embeddings": 16},
+        "max_positions": 64,
+    },
+    "biases": {"rope_theta": 1e6, "qkv_bias": True},
+    "biases and yarn": {
+        "qkv_bias": True,
+        "rope_scaling": {"rope_type": "yarn", "factor": 2.0, "beta_fast": 16}
+        | {"original_max_position_embeddings": 32, "attention_factor": 1.2},
+        "max_positions": 64,
+    },
+    "qk-norms": {"rope_theta": 1e6, "qk_norm": True},
+    "qk-norms and llama3": {"qk_norm": True, "rope_scaling": LLAMA3},
+}
+
+
+@slow
+def test_hf_exports_are_read_by_transformers_4(tmp_path, group):
+    """transformers 4.57.1 computes our logits from exports of models from scratch and of imports,
+    and transformers 5 does so, too. Catches a rotary base, a scaling, a bias or a norm that only
+    one of them finds."""
+    models = {}
+    for name, changes in EXPORTED.items():
+        model = models[name] = m.LLaMA(replace(SMALL, vocab=300, **changes))
+        for p in model.parameters():
+            p.data.copy_(torch.randn(p.shape) / 8 + (p.dim() == 1))
+        hf_back(model, tmp_path / name, {})
+    for name in (
+        "NousResearch/Yarn-Mistral-7b-128k",
+        "Qwen/Qwen2.5-7B-Instruct",
+        "HuggingFaceTB/SmolLM2-135M",
+        "a Llama 3.1 with the original length beside rope_scaling",
+    ):
+        config = published_configs.shrink(published_configs.PUBLISHED[name][0])
+        short = name.replace("/", "-")
+        kind = config.pop("model_type")
+        hf_model(tmp_path / "in" / short, kind, **config)
+        _, source = hf.read_config(tmp_path / "in" / short)
+        models[short] = hf.load_model(tmp_path / "in" / short)
+        hf_back(models[short], tmp_path / short, source)
+
+    tokens, _ = example(seq=100, vocab=300)
+    torch.save(tokens, tmp_path / "tokens")
+    command = [sys.executable, "-c", READ_WITH_4, transformers_4(), tmp_path / "tokens"]
+    command += [tmp_path / name for name in models]
+    read = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    assert read.returncode == 0, read.stderr
+    for name, model in models.items():
+        theirs = torch.load(tmp_path / name / "logits")
+        assert relative(model(tokens), theirs) < 5e-6, name
+        assert hf_error(model, hf_load(tmp_path / name, dtype=torch.float32), 100) < 5e-6, name
+
+
+def test_hf_without_a_network_says_so(tmp_path, monkeypatch):
+    """Where pip reaches no index, the test above fails with a sentence. Catches a test that is
+    skipped, and half an installation that a later test takes for whole."""
+    monkeypatch.setattr(sys, "prefix", str(tmp_path))
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.delenv("PIP_FIND_LINKS", raising=False)
+    monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
+    with raises(RuntimeError, match="reads an export with transformers 4.57.1, which pip could no"):
+        transformers_4()
+    assert not [*tmp_path.iterdir()]
+
+
 @parametrize(
     "key, value, message",
     [
@@ -216,6 +363,7 @@ def test_hf_exports_what_computes_it(changes, kind, message, tmp_path, group):
             {"rope_type": "yarn", "factor": 2.0, "truncate": False},
             "'yarn' with .'truncate'. are not supported",
         ),
+        ("rope_parameters", {"rope_type": "linear", "factor": None}, "'linear' lack .'factor'."),
     ],
 )
 def test_hf_keys_that_are_not_built_are_refused(key, value, message, tmp_path):
@@ -225,6 +373,205 @@ def test_hf_keys_that_are_not_built_are_refused(key, value, message, tmp_path):
     hf_edit(tmp_path, **{key: value})
     with raises(ValueError, match=message):
         hf.read_config(tmp_path)
+
+
+def add_shards(folder: Path) -> None:
+    """Put files into a folder that its index does not name: older shards, and other formats."""
+    for i, file in enumerate(sorted(folder.glob("model-*"))):
+        tensors = {name: tensor + 1 for name, tensor in load_file(file).items()}
+        for other in (f"model-0000{i + 1}-of-00009", f"consolidated-{i}", "model.fp16"):
+            save_file(tensors, folder / f"{other}.safetensors", {"format": "pt"})
+
+
+def rename_shards(folder: Path) -> None:
+    """Give the shards names that do not begin with `model`, one of them in a folder below."""
+    (folder / "below").mkdir()
+    index = json.loads((folder / hf.INDEX).read_text())
+    for i, file in enumerate(sorted(folder.glob("model-*"))):
+        new = "below/x.safetensors" if i == 0 else f"weights.{i} of 9.safetensors"
+        file.rename(folder / new)
+        for tensor, old in index["weight_map"].items():
+            if old == file.name:
+                index["weight_map"][tensor] = new
+    (folder / hf.INDEX).write_text(json.dumps(index))
+
+
+def drop_prefix(folder: Path) -> None:
+    """Name the tensors as those of a base model, as Qwen3-Embedding has them."""
+    index = json.loads((folder / hf.INDEX).read_text())
+    weight_map = {name.removeprefix("model."): file for name, file in index["weight_map"].items()}
+    hf_edit(folder, hf.INDEX, weight_map=weight_map)
+    for file in folder.glob("model-*"):
+        tensors = load_file(file)
+        tensors = {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
+        save_file(tensors, file, {"format": "pt"})
+
+
+def forget_a_tensor(folder: Path) -> None:
+    """Take a tensor out of the index. transformers reads all tensors of a file that is named."""
+    index = json.loads((folder / hf.INDEX).read_text())
+    del index["weight_map"]["model.norm.weight"]
+    (folder / hf.INDEX).write_text(json.dumps(index))
+
+
+def no_metadata(folder: Path) -> None:
+    hf_edit(folder, hf.INDEX, metadata={})
+
+
+@parametrize("change", [add_shards, rename_shards, drop_prefix, forget_a_tensor, no_metadata])
+def test_hf_index_decides(change, tmp_path):
+    """The files that an index names are read, and no others. Catches a tensor that comes from a
+    file which transformers does not read."""
+    theirs = hf_model(tmp_path)
+    change(tmp_path)
+    assert hf_error(hf.load_model(tmp_path), theirs, 40) < 2e-6
+    assert hf_error(hf.load_model(tmp_path), hf_load(tmp_path), 40) < 2e-6
+
+
+def test_hf_files_without_an_index(tmp_path):
+    """Without an index, model.safetensors is read, and no other file. Catches shards of an earlier
+    download."""
+    theirs = hf_model(tmp_path, shard="1GB")
+    other = {name: tensor + 1 for name, tensor in load_file(tmp_path / hf.WEIGHTS).items()}
+    for name in ("model-00001-of-00001", "model.fp16", "consolidated"):
+        save_file(other, tmp_path / f"{name}.safetensors", {"format": "pt"})
+    (tmp_path / "pytorch_model.bin").write_bytes(b"cos")
+    assert hf_error(hf.load_model(tmp_path), theirs, 40) < 2e-6
+
+
+def weight_map(**changes):
+    """Return a function that changes entries of a folder's index. "FIRST": its first file."""
+
+    def change(folder):
+        index = json.loads((folder / hf.INDEX).read_text())
+        first = sorted(index["weight_map"].values())[0]
+        files = {name: first if file == "FIRST" else file for name, file in changes.items()}
+        hf_edit(folder, hf.INDEX, weight_map=index["weight_map"] | files)
+
+    return change
+
+
+def index_text(text: str):
+    return lambda folder: (folder / hf.INDEX).write_text(text)
+
+
+def same_tensor_twice(folder: Path) -> None:
+    last = sorted(folder.glob("model-*"))[-1]
+    norm = {"model.embed_tokens.weight": torch.ones(300, 64)}
+    save_file(load_file(last) | norm, last, {"format": "pt"})
+
+
+def beside_the_index(folder: Path) -> None:
+    save_file({"x": torch.ones(1)}, folder / hf.WEIGHTS, {"format": "pt"})
+
+
+def without_head(folder: Path) -> None:
+    """Take the head out of a folder, as an embedding model has it."""
+    index = json.loads((folder / hf.INDEX).read_text())
+    file = folder / index["weight_map"].pop("lm_head.weight")
+    (folder / hf.INDEX).write_text(json.dumps(index))
+    tensors = load_file(file)
+    del tensors["lm_head.weight"]
+    save_file(tensors, file, {"format": "pt"})
+
+
+def fifo_index(folder: Path) -> None:
+    (folder / hf.INDEX).unlink()
+    os.mkfifo(folder / hf.INDEX)
+
+
+EMBED = {"model.embed_tokens.weight": "model-00002-of-00007.safetensors"}
+
+
+@parametrize(
+    "change, message",
+    [
+        (lambda f: next(f.glob("model-00002*")).unlink(), "names model-00002.*, which is missing"),
+        (weight_map(**EMBED), "names model-00002-of-00007.safetensors, which is missing"),
+        (
+            weight_map(x="FIRST"),
+            "says that x lies in model-0.*, but it lies in none of its files",
+        ),
+        (same_tensor_twice, "says that model.embed_tokens.weight lies in .*, but it lies in model"),
+        (weight_map(x="../x.safetensors"), "names ../x.safetensors, which is not in its folder"),
+        (weight_map(x="/etc/passwd"), "names /etc/passwd, which is not in its folder"),
+        (weight_map(x=""), r"\. is no regular file|cannot be read"),
+        (weight_map(x=None), "index.json is not of the form"),
+        (weight_map(x="config.json"), "config.json is truncated, or no safetensors file"),
+        (index_text("{"), "index.json is not of the form .*weight_map.*JSONDecodeError"),
+        (index_text("[]"), "index.json is not of the form"),
+        (index_text('{"weight_map": {}}'), "index.json names no files"),
+        (fifo_index, "index.json cannot be read: .*is no regular file"),
+        (beside_the_index, "model.safetensors lies beside .*index.json, which names model-00001"),
+        (
+            lambda f: (f / hf.INDEX).unlink(),
+            "there is neither model.safetensors nor .*index.json in it. Other files are not read "
+            "without the index: model-00001-of-.*, .... Download",
+        ),
+        (
+            without_head,
+            "1 tensor is missing: lm_head.weight. .* A base model or an embedding model",
+        ),
+    ],
+)
+def test_hf_files_that_contradict_each_other_are_refused(change, message, tmp_path):
+    """A folder whose files are not those of its index is refused, and the error names the file or
+    the tensor. No error advises to convert. Catches weights that nobody meant, and a path that
+    leads out of the folder."""
+    hf_model(tmp_path)
+    change(tmp_path)
+    cfg, _ = hf.read_config(tmp_path)
+    with raises(ValueError, match=message) as refused:
+        hf.open_weights(tmp_path, cfg)
+    assert "save_pretrained" not in str(refused.value)
+
+
+def test_hf_explicit_files_of_weights_are_refused(tmp_path):
+    """A config.json that names other files of weights is refused. Catches model.safetensors that is
+    read in their place."""
+    hf_model(tmp_path)
+    hf_edit(tmp_path, transformers_weights="other.safetensors")
+    with raises(ValueError, match="transformers_weights is 'other.safetensors'; only None"):
+        hf.read_config(tmp_path)
+
+
+@parametrize("file", ["config.json", hf.INDEX, "model-00001", "tokenizer.json"])
+def test_hf_files_that_cannot_be_read_say_so(file, tmp_path):
+    """A file that exists and cannot be read is named with the reason. Catches the advice to
+    download what is there."""
+
+    def deny():
+        raise PermissionError(13, "Permission denied", file)
+
+    hf_model(tmp_path / "in")
+    (tmp_path / "in" / "tokenizer.json").write_text("{}")
+    on_file_event(f"{tmp_path}/in/{file}", deny)
+    with raises(ValueError, match=f"Permission denied.*{file}"):
+        main(f"--init hf:{tmp_path}/in --steps 0 --out {tmp_path}/o --export {tmp_path}/e")
+
+
+@parametrize("whole", [True, False])
+def test_hf_advice_for_pickles_makes_up_no_weight(whole, tmp_path, capsys):
+    """The command that converts pickles converts whole models, and stops where the head is missing.
+    Catches advice that writes a random head."""
+    folder = tmp_path / 'it\'s "$(false)"'
+    theirs = hf_model(folder, shard="1GB")
+    weights = load_file(folder / hf.WEIGHTS)
+    if not whole:
+        del weights["lm_head.weight"]
+    torch.save(weights, folder / "pytorch_model.bin")
+    (folder / hf.WEIGHTS).unlink()
+    with raises(ValueError, match="Pickles such as pytorch_model.bin are never read") as refused:
+        hf.load_model(folder)
+    _, _, command = str(refused.value).partition("convert them: ")
+    _, _, code = shlex.split(command)  # python -c CODE
+    if whole:
+        exec(code, {})
+        assert hf_error(hf.load_model(folder), theirs, 40) < 2e-6
+    else:
+        with raises(AssertionError, match="lm_head.weight"):
+            exec(code, {})
+        assert not (folder / hf.WEIGHTS).exists()
 
 
 @parametrize("other", [0, 1])
@@ -327,3 +674,198 @@ def test_hf_resumes_without_its_folder(tmp_path, capsys):
         assert type(back) is type(theirs) and back.config.eos_token_id == [7, 8]
         assert back.config.max_position_embeddings == 128
         assert back.config.rope_parameters["factor"] == 2.0
+
+
+# ---------------------------------------------------------------------------- the newest export
+
+
+def export_of_step(folder: Path, step: int, run: str = "0123abcd") -> None:
+    """Export a model whose weights are all `step`. Needs a group of ranks."""
+    model = m.LLaMA(SMALL)
+    weights = {name: torch.full_like(p, step) for name, p in model.named_parameters()}
+    hf.export(folder, SMALL, weights.get, torch.float32, {}, [], run=run, step=step)
+
+
+def whole_exports(folder: Path) -> dict[str, int]:
+    """Return {name: step} of a folder and those beside it that hold a whole export."""
+    found = {}
+    for place in folder.parent.glob(f"{folder.name}*"):
+        if not (place / hf.INDEX).exists():
+            continue
+        model = hf.load_model(place)
+        step = json.loads((place / hf.INDEX).read_text())["metadata"]["step"]
+        assert all((p == step).all() for p in model.parameters())
+        name = place.name.removeprefix(folder.name)
+        found[re.sub("[.][0-9a-f]{8}", "", name)] = step
+    return found
+
+
+@parametrize(
+    "event, path, nth, found",
+    [
+        ("os.mkdir", "partial$", 1, {"": 2}),
+        ("os.chmod", "partial/model-00002", 1, {"": 2}),  # its weights are written
+        ("open", "partial/config.json", 1, {"": 2}),
+        ("open", "partial/model.safetensors.index.json", 1, {"": 2}),
+        ("os.rename", "/x y$", 1, {"": 2, ".partial": 4}),
+        ("os.rename", "partial$", 1, {".old": 2, ".partial": 4}),  # between the two renames
+        ("shutil.rmtree", "old$", 1, {"": 4, ".old": 2}),
+    ],
+)
+def test_hf_killed_export_leaves_a_whole_one(event, path, nth, found, tmp_path, monkeypatch):
+    """A process that is killed while it replaces an export leaves the old one or the new one whole.
+    The next run gives the newest its name and deletes the rest. Catches half an export."""
+    monkeypatch.setattr(checkpoint, "FILE_BYTES", 60_000)
+    folder = tmp_path / "x y"
+    folder.mkdir()
+    child = os.fork()
+    if not child:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        export_of_step(folder, 2)
+        (folder / "notes.md").write_text("mine")
+        on_file_event(path, kill_self, event)
+        export_of_step(folder, 4)
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == signal.SIGKILL
+    assert whole_exports(folder) == found
+    folder.mkdir(exist_ok=True)  # as the start of the next run does
+    hf.finish_exchange(folder, "0123abcd")
+    newest = 4 if "" not in found or found[""] == 4 else 2
+    assert whole_exports(folder) == {"": newest} and [*tmp_path.iterdir()] == [folder]
+    assert (folder / "notes.md").read_text() == "mine"
+
+
+def test_hf_export_replaces_only_its_own(tmp_path, group):
+    """An export replaces the earlier one of its run, behind a link, too, and files of others stay.
+    An export that fails leaves the earlier one. Catches files of a user or of another run that an
+    export deletes."""
+    real, folder = tmp_path / "real", tmp_path / "link"
+    real.mkdir(mode=0o750)
+    folder.symlink_to(real)
+    export_of_step(folder, 2)
+    (folder / "README.md").write_text("mine")
+    (folder / "runs").mkdir()
+    export_of_step(folder, 4)
+    assert whole_exports(real) == {"": 4} and folder.is_symlink()
+    assert (folder / "README.md").read_text() == "mine" and (folder / "runs").is_dir()
+    assert real.stat().st_mode & 0o777 == 0o750
+    with raises(ConfigError, match="link is not empty|real is not empty"):
+        export_of_step(folder, 6, run="89abcdef")
+    on_file_event(f"{real}.0123abcd.partial/config.json", fail_disk_full)
+    with raises(ConfigError, match="No space left on device"):
+        export_of_step(folder, 6)
+    assert whole_exports(real) == {"": 4} and {*tmp_path.iterdir()} == {real, folder}
+
+
+@parametrize(
+    "resumed_step, message",
+    [
+        (None, "hf is not empty. Name another folder"),
+        (1, "hf has the weights of step 2, and this run resumes step 1. Name another"),
+        (2, ""),
+        (3, ""),
+    ],
+)
+@parametrize("place", ["hf", "hf.0123abcd.old"])  # where a kill may have left it
+def test_hf_export_folder_is_checked_at_the_start(place, resumed_step, message, tmp_path, group):
+    """Only a run that resumes may replace its export, and only by a later one. Catches an export
+    that is lost because a command is given twice."""
+    export_of_step(tmp_path / "new", 2)
+    folder = tmp_path / "hf"
+    (tmp_path / "new").rename(tmp_path / place)
+    if message:
+        with raises(ValueError, match=message.replace("hf ", f"{place} ")):
+            hf.check_export_folder(folder, "0123abcd", resumed_step)
+    else:
+        hf.check_export_folder(folder, "0123abcd", resumed_step)
+    if place == "hf":
+        with raises(ValueError, match="hf is not empty. Name another folder"):
+            hf.check_export_folder(folder, "89abcdef", resumed_step)
+
+
+def test_hf_export_to_a_mount_point_is_refused(tmp_path, monkeypatch):
+    """A folder that cannot be renamed is refused at the start. Catches a run whose export fails at
+    its end."""
+    monkeypatch.setattr(Path, "is_mount", lambda path: path == tmp_path.resolve())
+    with raises(ValueError, match="is a mount point, which cannot be renamed. Name a folder in it"):
+        hf.check_export_folder(tmp_path, "0123abcd", None)
+
+
+def same_weights(a: Path, b: Path) -> bool:
+    a, b = hf.load_model(a).state_dict(), hf.load_model(b).state_dict()
+    return all(torch.equal(a[name], b[name]) for name in a)
+
+
+def test_hf_export_at_every_save(tmp_path, capsys):
+    """With --save-every, each save also exports. A failed export costs neither the run, the
+    checkpoint nor the export before it. Catches an export of other weights than the checkpoint's,
+    and one that changes the training."""
+    out, folder = tmp_path / "o", tmp_path / "hf"
+    flags = "--save-every 2 --keep 9"
+    partial = f"{folder}.{hf.run_number(out)}.partial"
+
+    def keep_a_copy():  # of the export in the folder, when the next one is almost complete
+        step = hf.exported_step(folder, hf.run_number(out))
+        if step:
+            shutil.copytree(folder, tmp_path / f"hf{step}", dirs_exist_ok=True)
+
+    on_file_event(f"{partial}/{hf.INDEX}", keep_a_copy, "open")
+    main(f"{flags} --save-async --out {out} --export {folder}")
+    text = capsys.readouterr().out
+    assert re.findall(r"saved|exported", text) == 3 * ["saved", "exported"]
+    assert losses(out) == uninterrupted_losses(0)
+    assert [*tmp_path.glob("hf.*")] == []
+    for step, place in ((2, tmp_path / "hf2"), (4, tmp_path / "hf4"), (6, folder)):
+        main(
+            f"--resume {out}/step-{step:08d} --steps {step} --out {tmp_path}/x{step} "
+            f"--export {tmp_path}/x{step}-hf"
+        )
+        assert same_weights(place, tmp_path / f"x{step}-hf"), step
+
+
+def test_hf_export_that_fails_loses_nothing(tmp_path, capsys):
+    """If the disk is full at one export, the run goes on and says so; at the last, it fails.
+    Catches a run, a checkpoint or an export that a full disk costs."""
+    out, folder = tmp_path / "o", tmp_path / "hf"
+    full = [4, 7]  # the disk is full when these steps are exported
+
+    def fill_disk():
+        if saved_steps(out)[-1] in full:
+            fail_disk_full()
+
+    on_file_event(f"{folder}.{hf.run_number(out)}.partial$", fill_disk, "os.mkdir")
+    flags = f"--save-every 2 --keep 9 --out {out} --export {folder}"
+    main(flags)
+    text = capsys.readouterr().out
+    assert f"step 4 was not exported: {folder}: [Errno 28] No space left on device" in text
+    assert re.search(r"step 5/6 .*\(step 4 was not exported: ", text)
+    assert saved_steps(out) == [2, 4, 6] and losses(out) == uninterrupted_losses(0)
+    with raises(SystemExit, match="train.py: step 7 was not exported: .*No space left"):
+        main(f"{flags} --steps 7 --resume")
+    assert saved_steps(out) == [2, 4, 6, 7]
+    assert json.loads((folder / hf.INDEX).read_text())["metadata"]["step"] == 6
+    full.clear()
+    main(f"{flags} --steps 7 --resume")
+    assert json.loads((folder / hf.INDEX).read_text())["metadata"]["step"] == 7
+    resume = f"--resume {out}/step-00000007 --steps 7"
+    main(f"{resume} --out {tmp_path}/x --export {tmp_path}/x-hf")
+    assert same_weights(folder, tmp_path / "x-hf")
+
+
+@slow
+def test_hf_killed_and_resumed_export(tmp_path):
+    """A run that is killed between the renames of an export is resumed with the same command. It
+    leaves the export of its last step, and nothing beside it. Catches a resume that refuses its own
+    export."""
+    flags = f"--save-every 2 --out {tmp_path}/o --export {tmp_path}/hf --resume auto"
+    code = f"""
+from helpers import *
+on_file_event('hf.*[.]partial', lambda: os.path.exists('{tmp_path}/hf') or kill_self(), 'os.rename')
+"""
+    run(flags, code=code, expect=-signal.SIGKILL)
+    assert not (tmp_path / "hf").exists()
+    assert len([*tmp_path.glob("hf.*.old")]) == len([*tmp_path.glob("hf.*.partial")]) == 1
+    main(flags)
+    assert losses(tmp_path / "o") == uninterrupted_losses(0)
+    assert [path.name for path in tmp_path.glob("hf*")] == ["hf"]
+    assert hf.exported_step(tmp_path / "hf", hf.run_number(tmp_path / "o")) == 6
