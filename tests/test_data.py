@@ -2,6 +2,7 @@
 
 import contextlib
 import itertools
+import json
 import os
 import re
 
@@ -24,7 +25,8 @@ def test_data_default_is_large_sorted_text():
     long sequence.
     """
     corpus, val = data.open_corpus("stdlib")
-    assert val is None and corpus.files == sorted(corpus.files)
+    paths = [file.path for file in corpus.files]
+    assert val is None and paths == sorted(paths)
     sequences, val = data.split(corpus, None, 2**20, 0)
     assert sequences.count >= 8 and val.count >= 1
 
@@ -44,8 +46,8 @@ def test_data_windows_cover_everything_once(tmp_path):
     orders = [windows[:95]]  # a twentieth of the 99 windows is held out
     for seed, epoch in ((5, 1), (5, 0), (6, 0)):
         sequences, val = data.split(corpus, None, 10, seed)
-        assert [val.window(i).tolist() for i in range(val.count)] == windows[95:]
-        orders.append([sequences.sample(95 * epoch + i).tolist() for i in range(95)])
+        assert [val.window(i).tokens.tolist() for i in range(val.count)] == windows[95:]
+        orders.append([sequences.sample(95 * epoch + i).tokens.tolist() for i in range(95)])
         assert sorted(orders[-1]) == sorted(windows[:95])
     assert all(a != b for a, b in itertools.combinations(orders, 2))
 
@@ -56,34 +58,58 @@ def test_data_windows_cover_everything_once(tmp_path):
         (2, 65_536, "", "", 65_536, ""),
         (2, 300, '{"token_bytes": 2, "ignore": 5}', "", 70_000, ""),
         (4, 70_000, '{"token_bytes": 4, "vocab": 70000}', '{"token_bytes": 4}', 70_000, ""),
+        (2, 300, '{"token_bytes": 2}', '{"token_bytes": 4}', 2**32, ""),  # each file has its own
         (2, 50_257, '{"token_bytes": 4}', "", 128_256, "ends at 128255.*another token_bytes"),
-        (4, 65_000, "", "", 60_000, "ends at 59999.*another token_bytes"),
+        (2, 65_000, "", "", 60_000, "of .*train.bin is .* ends at 59999.*another token_bytes"),
         (4, 128_256, '{"token_bytes": 4}', "", 32_000, "token .* ends at 31999; .*another model"),
         (2, 300, '{"vocab": 5}', "", 300, "train.bin.json is not of the form"),
         (2, 300, '{"token_bytes": 3}', "", 300, "train.bin.json is not of the form"),
         (2, 300, '{"token_bytes": 2, "ignore": "x"}', "", 300, "train.bin.json is not of the form"),
+        (
+            2,
+            300,
+            '{"token_bytes": 2, "document_token": -2}',
+            "",
+            300,
+            "document_token -2 is no num",
+        ),
+        (2, 300, '{"token_bytes": 2, "mask": 1}', "", 300, "mask is no name of a file"),
         (2, 300, '{"token_bytes"', "", 300, "train.bin.json is not of the form"),
-        (2, 300, '{"token_bytes": 2}', '{"token_bytes": 4}', 300, "hold .*uint32.*the same"),
-        (2, 300, '{"token_bytes": 2, "ignore": 5}', '{"token_bytes": 2}', 300, "hold .*5.*same"),
+        (
+            2,
+            300,
+            '{"token_bytes": 2, "vocab": 301}',
+            "",
+            300,
+            "301 ids, but the model has only 300",
+        ),
+        (
+            *(2, 300, '{"token_bytes": 2, "vocab": 299}', '{"token_bytes": 2, "vocab": 298}', 300),
+            "299 ids in .*train.bin and 298 ids in .*val.bin",
+        ),
     ],
 )
 def test_data_token_files(width, most, said, of_val, vocab, message, tmp_path):
-    """Files of ids have two or four bytes per id, as nanoGPT writes them.
+    """Files of ids have two or four bytes per id, as FILE.bin.json says.
 
-    FILE.bin.json says how many. Without it an id has two. Catches ids that are read at another
-    width or place.
+    Without it, the file must tell. Catches ids that are read at another width or place.
     """
     ids = np.random.default_rng(0).integers(0, most, 20_000)
     for name, sidecar in (("train", said), ("val", of_val or said)):
-        ids.astype(f"<u{width}").tofile(tmp_path / f"{name}.bin")
+        dtype = (
+            f"<u{json.loads(sidecar)['token_bytes']}" if not message and sidecar else f"<u{width}"
+        )
+        ids.astype(dtype).tofile(tmp_path / f"{name}.bin")
         if sidecar:
             (tmp_path / f"{name}.bin.json").write_text(sidecar)
     with raises(ValueError, match=message) if message else contextlib.nullcontext():
         corpora = data.open_corpus(str(tmp_path))
+        data.check_same_ids(corpora, vocab)
         data.check_tokens(corpora, vocab, 0, 1)
         for corpus in corpora:
-            assert np.array_equal(corpus.read(777, len(corpus)), ids[777:])
-            assert corpus.ignored_id == (5 if "ignore" in said else -1)
+            window = corpus.read(777, len(corpus))
+            assert np.array_equal(window.tokens, ids[777:])
+            assert np.array_equal(window.counts, ids[777:] != (5 if "ignore" in said else -1))
         os.truncate(tmp_path / "val.bin", 0)
         with raises(ValueError, match="20000 tokens, its val.bin 0, too few"):
             data.split(*data.open_corpus(str(tmp_path)), 8, 0)
@@ -109,7 +135,7 @@ def test_data_tokenised_text(tmp_path, capsys):
     args = f"{tmp_path}/text", f"{tmp_path}/hf", tmp_path / "t"
     path, last = data.tokenise(*args)
     corpus, _ = data.open_corpus(path)
-    ids = corpus.read(0, len(corpus)).tolist()
+    ids = corpus.read(0, len(corpus)).tokens.tolist()
     assert "100%" in capsys.readouterr().err
     theirs = PreTrainedTokenizerFast(tokenizer_file=f"{tmp_path}/hf/tokenizer.json")
     for text in texts:
@@ -146,17 +172,22 @@ def test_data_tokenised_to_four_bytes(tmp_path):
     def tokenise() -> data.Corpus:
         return data.open_corpus(data.tokenise(str(text), str(tmp_path), tmp_path / "t")[0])[0]
 
-    for config in ("{}", '{"eos_token": "of"}', '{"eos_token": null}', "["):
+    for config, message in (
+        ("{}", "it has no end token.*--document-token ID"),
+        ('{"eos_token": null}', "it has no end token.*--document-token ID"),
+        ('{"eos_token": "of"}', "its end token cannot be read.*KeyError: 'of'"),
+        ("[", "its end token cannot be read"),
+    ):
         (tmp_path / "tokenizer_config.json").write_text(config)
-        with raises(ValueError, match="eos_token of tokenizer_config.json"):
+        with raises(ValueError, match=message):
             tokenise()
     (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "the end"}')
     corpus = tokenise()
-    assert corpus.read(0, len(corpus)).tolist() == [69_999, 5, 65_536, 70_000]
-    with raises(ValueError, match="token 3 is 70000, .*ends at 69999; .* or tokenizer"):
+    assert corpus.read(0, len(corpus)).tokens.tolist() == [69_999, 5, 65_536, 70_000]
+    with raises(ValueError, match="token 3 of .* is 70000, .*ends at 69999; .* or tokenizer"):
         data.check_tokens([corpus], 70_000, 0, 1)
     text.write_bytes(b"w5\n\xff\xfe")
-    with raises(ValueError, match="a.txt is not UTF-8 text"):
+    with raises(ValueError, match="a.txt is not UTF-8 text: .* at byte 3"):
         tokenise()
     assert len([*(tmp_path / "t").iterdir()]) == 2  # the ids, and the json about them
 
@@ -169,7 +200,7 @@ def test_data_tokenised_by_the_first_of_two_ranks(tmp_path):
     """
     text = tmp_path / "a.txt"
     text.write_text("the grass is green " * 999)
-    make_tokenizer(tmp_path / "hf", text.read_text(), 257)  # the last of these ids never occurs
+    make_tokenizer(tmp_path / "hf", text.read_text(), 1)  # the text's letters, and an end token
     flags = f"--steps 0 --save-every -1 --tokenizer {tmp_path}/hf --data {text} --out {tmp_path}/o"
     code = """
 tokenise = train.tokenise
@@ -213,6 +244,6 @@ def test_data_goes_on_where_it_was_left(tmp_path):
     sequences, _ = data.split(data.open_corpus("stdlib")[0], None, 32, 0)
     ends = (0, 4, 8, 12, 14)
     for row, first, end in zip(read_log(tmp_path), ends[:-1], ends[1:], strict=True):
-        windows = [sequences.sample(i) for i in range(first, end)]
+        windows = [sequences.sample(i).tokens for i in range(first, end)]
         assert row["loss"] == approx(bare_loss(windows, 10), rel=1e-11)
         assert 1 < row["keys_seen"] < 32
