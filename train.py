@@ -1127,9 +1127,8 @@ def document_positions(
     documents = []
     # attention takes the sequences of a micro-batch as one row, one after the other
     for row in begins.view(-1, plan.micro_batch * plan.seq):
-        bounds = (*row.nonzero().flatten().tolist(), len(row))
-        offsets = torch.tensor(bounds, dtype=torch.int32)
-        documents.append(Documents(bounds, to_device(offsets, run)))
+        bounds = torch.cat([row.nonzero().flatten(), torch.tensor([len(row)])])
+        documents.append(Documents(tuple(bounds.tolist()), to_device(bounds.int(), run)))
     return positions, documents
 
 

@@ -5,12 +5,20 @@ import itertools
 import json
 import os
 import re
+import struct
+import subprocess
+import time
+from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from pytest import approx, raises
+from safetensors.torch import load_file
 
+import checkpoint
+import costs
 import data
 import model as m
 import train
@@ -213,20 +221,20 @@ train.tokenise = lambda *args: (time.sleep(10), tokenise(*args))[1]
     assert len(re.findall("ConfigError: .*a.txt is not UTF-8 text", said)) == 2
 
 
-def bare_loss(windows: list[np.ndarray], end: int) -> float:
+def bare_loss(windows: list[data.Window], end: int) -> float:
     """Return the mean loss of documents, each run by itself through the tiny model of seed 0.
 
-    The label after the end of a document does not count.
+    The label after the end of a document does not count, nor one that its window leaves out.
     """
     model = seeded_model(m.MODELS["tiny"])
     found = []
-    for window in map(torch.from_numpy, windows):
+    for window, counts in (map(torch.from_numpy, window) for window in windows):
         ends = ((window[:-1] == end).nonzero().flatten() + 1).tolist()
-        parts = zip(window[:-1].tensor_split(ends), window[1:].tensor_split(ends))
-        for tokens, labels in parts:
+        parts = [part.tensor_split(ends) for part in (window[:-1], window[1:], counts[1:])]
+        for tokens, labels, label_counts in zip(*parts):
             if len(tokens):
                 each = F.cross_entropy(model(tokens[None])[0], labels, reduction="none")
-                found.append(each[tokens != end])
+                found.append(each[(tokens != end) & label_counts])
     return torch.cat(found).mean().item()
 
 
@@ -244,6 +252,370 @@ def test_data_goes_on_where_it_was_left(tmp_path):
     sequences, _ = data.split(data.open_corpus("stdlib")[0], None, 32, 0)
     ends = (0, 4, 8, 12, 14)
     for row, first, end in zip(read_log(tmp_path), ends[:-1], ends[1:], strict=True):
-        windows = [sequences.sample(i).tokens for i in range(first, end)]
+        windows = [sequences.sample(i) for i in range(first, end)]
         assert row["loss"] == approx(bare_loss(windows, 10), rel=1e-11)
         assert 1 < row["keys_seen"] < 32
+
+
+# ---------------------------------------------------------------------------- masks
+
+
+def write_ids(path: Path, ids: np.ndarray, mask: np.ndarray | None = None, **sidecar) -> Path:
+    """Write a .bin file of 2-byte ids with its sidecar, and with a mask if there is one."""
+    path.parent.mkdir(exist_ok=True)
+    ids.astype("<u2").tofile(path)
+    if mask is not None:
+        mask.astype("u1").tofile(path.with_suffix(".mask"))
+        sidecar["mask"] = path.with_suffix(".mask").name
+    Path(f"{path}.json").write_text(json.dumps({"token_bytes": 2} | sidecar))
+    return path
+
+
+def conversations(path: Path) -> Path:
+    """Write random ids below 256 as documents that end with 10, of which half of the tokens, in
+    spans, are no labels."""
+    rng = np.random.default_rng(1)
+    ids = rng.integers(0, 256, 3000)
+    ids[rng.random(3000) < 0.05] = 10
+    mask = np.repeat(rng.random(600) < 0.5, 5)
+    return write_ids(path, ids, mask, document_token=10)
+
+
+def test_data_masks_are_read_with_their_tokens(tmp_path):
+    """Each token has its own mask byte, across files with and without a mask, and at the end.
+
+    Catches a mask that is shifted, lost at a file's border, or read for another file.
+    """
+    rng = np.random.default_rng(0)
+    ids = rng.integers(0, 200, 1000)
+    mask = rng.random(1000) < 0.5
+    write_ids(tmp_path / "d" / "a.bin", ids[:400], mask[:400])
+    write_ids(tmp_path / "d" / "b.bin", ids[400:450])
+    write_ids(tmp_path / "d" / "c.bin", ids[450:], mask[450:], ignore=7)
+    mask[400:450] = True
+    mask[450:] &= ids[450:] != 7
+    corpus, _ = data.open_corpus(str(tmp_path / "d"))
+    data.check_tokens([corpus], 200, 0, 1)
+    sequences, val = data.split(corpus, None, 9, 0, ahead=3)
+    for source in (sequences, val):
+        for i in range(source.count):
+            start = source.first + 9 * i
+            tokens, counts = source.window(i)
+            assert tokens.tolist() == ids[start : start + 12].tolist()
+            assert counts.tolist() == mask[start : start + 12].tolist()
+
+
+@parametrize(
+    "spoil, message",
+    [
+        ("truncate -s 2999 ids.mask", "ids.mask has 2999 bytes, but .*ids.bin has 3000 tokens"),
+        ("truncate -s 1K ids.bin", "ids.mask has 3000 bytes, but .*ids.bin has 512 tokens"),
+        ("printf '\\2' | dd of=ids.mask bs=1 seek=70 conv=notrunc", "byte 70 of .*ids.mask is 2"),
+        ("rm ids.mask", "names the mask 'ids.mask', which is no file in"),
+        ("mkdir m && mv ids.mask m && sed -i s,ids.m,m/ids.m, *.json", "'m/ids.mask', which is no"),
+        ("rm ids.mask && mkfifo ids.mask", "ids.mask is no regular file"),
+        ("rm ids.mask && mkdir ids.mask", "ids.mask is no regular file"),
+        ("mv ids.mask ../x && ln -s ../x ids.mask", "ids.mask is a link out of its folder, to"),
+    ],
+)
+def test_data_masks_that_are_none(spoil, message, tmp_path):
+    """A mask of another length, with other values, or somewhere else is refused by name.
+
+    Catches labels that are chosen by a file which is not the mask.
+    """
+    conversations(tmp_path / "d" / "ids.bin")
+    subprocess.run(spoil, shell=True, cwd=tmp_path / "d", check=True, capture_output=True)
+    with raises((ValueError, OSError), match=message):
+        corpus, _ = data.open_corpus(str(tmp_path / "d" / "ids.bin"))
+        data.check_tokens([corpus], 256, 0, 1)
+
+
+def test_data_mask_that_becomes_shorter(tmp_path):
+    """A mask that shrinks while a run reads it is an error that names it. Catches labels made of
+    nothing."""
+    corpus, _ = data.open_corpus(str(conversations(tmp_path / "ids.bin")))
+    os.truncate(tmp_path / "ids.mask", 20)
+    with raises(OSError, match="ids.mask has become shorter than the 3000 tokens"):
+        corpus.read(0, 40)
+
+
+def weights_after(flags: str, out: Path) -> dict[str, torch.Tensor]:
+    """Train with these flags, and return all tensors of the checkpoint."""
+    main(f"{flags} --out {out}")
+    (folder,) = checkpoint.steps_of(out)
+    tensors = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        tensors |= load_file(file)
+    return tensors
+
+
+@parametrize("documents", [-1, 10])
+def test_data_masked_labels_change_no_bit(documents, tmp_path, monkeypatch):
+    """What a masked label would have been changes no bit of the weights after two steps.
+
+    The labels are made from other tokens, and a token's input stays as it is. If a token that
+    counts is another one, the weights differ. Catches a masked label that carries loss.
+    """
+    flags = f"--steps 2 --batch 2 --data {conversations(tmp_path / 'ids.bin')}"
+    flags += f" --document-token {documents}"
+    expected = weights_after(flags, tmp_path / "plain")
+    make_labels = train.make_labels
+
+    def other_labels(run, windows, counts, own_tokens):
+        others = torch.randint(11, 256, windows.shape)  # no end token, which has a meaning
+        ends = windows == 10
+        return make_labels(
+            run, torch.where(changed(counts) & ~ends, others, windows), counts, own_tokens
+        )
+
+    monkeypatch.setattr(train, "make_labels", other_labels)
+    changed = torch.logical_not
+    found = weights_after(flags, tmp_path / "masked")
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+    changed = torch.clone
+    found = weights_after(flags, tmp_path / "counted")
+    assert not all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+
+
+def test_data_masks_by_hand(tmp_path):
+    """Losses with a mask equal those of the bare model on its documents, in training, after a
+    resume, and in an evaluation.
+
+    The learning rate is zero, so each step's loss is that of the first weights. Catches a mask that
+    is lost at a resume or in an evaluation, and a mean over labels that do not count.
+    """
+    path = conversations(tmp_path / "ids.bin")
+    flags = f"--out {tmp_path}/o --data {path} --dtype fp64 --lr 0 --batch 4 --eval-every 0 --steps"
+    main(f"{flags} 1")
+    main(f"{flags} 2 --resume")
+    corpus, _ = data.open_corpus(str(path))
+    sequences, val = data.split(corpus, None, 32, 0)
+    rows = read_log(tmp_path / "o")
+    for i, row in enumerate(rows):
+        windows = [sequences.sample(4 * i + k) for k in range(4)]
+        assert row["loss"] == approx(bare_loss(windows, 10), rel=1e-11)
+    windows = [val.window(i) for i in range(val.count)]
+    assert rows[-1]["val_loss"] == approx(bare_loss(windows, 10), rel=1e-11)
+    assert len(rows) == 2 and not all(window.counts.all() for window in windows)
+
+
+@slow
+def test_data_masks_on_two_ranks(tmp_path):
+    """Two ranks that share sequences, or have their own, train as one rank does, with a mask.
+
+    They also evaluate as one rank, by position, and a rank may have no label that counts. Catches a rank that takes another one's mask, or divides by its own
+    number of labels.
+    """
+    path = conversations(tmp_path / "ids.bin")
+    mask = np.fromfile(tmp_path / "ids.mask", "u1")
+    mask[:700] = 0
+    mask.tofile(tmp_path / "ids.mask")
+    flags = f"--data {path} --dtype fp64 --batch 4 --warmup 0 --min-lr 1 --eval-every 0 --steps"
+    main(f"{flags} 2 --out {tmp_path}/1")
+    run(f"{flags} 1 --sp 2 --micro-batch 2 --out {tmp_path}/2", 2)
+    run(f"{flags} 2 --sp 1 --micro-batch 1 --out {tmp_path}/2 --resume", 2)
+    ours, theirs = read_log(tmp_path / "2"), read_log(tmp_path / "1")
+    for key in ("loss", "grad_norm", "keys_seen"):
+        assert [row[key] for row in ours] == approx([row[key] for row in theirs], rel=1e-10)
+    assert ours[-1]["val_loss"] == approx(theirs[-1]["val_loss"], rel=1e-10)
+    bins, expected_bins = (rows[-1]["val_loss_by_position"] for rows in (ours, theirs))
+    assert np.array(bins) == approx(np.array(expected_bins), rel=1e-10)
+
+
+def test_data_masks_of_several_labels(tmp_path, monkeypatch, group):
+    """With several labels per token, each label has the mask of its own token. Catches the mask of
+    the next token for the one after it."""
+    monkeypatch.setattr(m.LLaMA, "labels_ahead", 2)
+    corpus, _ = data.open_corpus(str(conversations(tmp_path / "ids.bin")))
+    sequences, _ = data.split(corpus, None, 8, 0, ahead=2)
+    plan = costs.Plan(m.MODELS["tiny"], torch.float32, 1, 1, 8, batch=2)
+    run = train.Run(train.Config(), 0, torch.device("cpu"), "cpu", plan, training=sequences)
+    run = replace(run, cfg=replace(run.cfg, document_token=-1))
+    labels = train.load_batch(run, 0).labels.flatten(0, 1)  # (2, T, 2)
+    for i in range(2):
+        tokens, counts = sequences.sample(i)
+        wanted = np.where(counts, tokens, m.IGNORE)
+        assert labels[i, :, 0].tolist() == wanted[1:9].tolist()
+        assert labels[i, :, 1].tolist() == wanted[2:10].tolist()
+
+
+def test_data_many_documents_are_fast(tmp_path, group):
+    """Two million documents of one token each are loaded in seconds. Catches work that grows with
+    more than the number of documents."""
+    path = write_ids(tmp_path / "ids.bin", np.full(2_100_000, 9), document_token=9)
+    corpus, _ = data.open_corpus(str(path))
+    assert data.choose_document_token([corpus], None) == 9
+    sequences, _ = data.split(corpus, None, 10**6, 0)
+    plan = costs.Plan(m.MODELS["tiny"], torch.float32, 1, 1, 10**6, batch=2)
+    cfg = train.Config(document_token=9)
+    run = train.Run(cfg, 0, torch.device("cpu"), "cpu", plan, training=sequences)
+    started = time.perf_counter()
+    batch = train.load_batch(run, 0)
+    assert time.perf_counter() - started < 30
+    assert len(batch.documents[0].bounds) == 10**6 + 1
+    assert (batch.labels == m.IGNORE).all() and not batch.positions.any()
+
+
+# ---------------------------------------------------------------------------- the width of ids
+
+
+def halves(ids) -> np.ndarray:
+    """Return 4-byte ids as the 2-byte numbers that they look like."""
+    return np.asarray(ids).astype("<u4").view("<u2")
+
+
+RANDOM = np.random.default_rng(0)
+
+
+@parametrize(
+    "ids, vocab, width",
+    [
+        # nanoGPT's files of GPT-2's, Llama 3's and characters' ids
+        (RANDOM.integers(0, 50_257, 1000).astype("<u2"), 50_304, 2),
+        (RANDOM.integers(0, 65_000, 1000).astype("<u2"), 128_256, 2),
+        (RANDOM.integers(0, 65, 1000).astype("<u2"), 256, 2),
+        (RANDOM.integers(0, 4, 1000).astype("<u2"), 8, 2),  # four letters
+        (RANDOM.integers(0, 4, 1001).astype("<u2") * 0, 8, 2),  # 4 does not divide the size
+        (np.array([], "<u2"), 256, 2),
+        (np.array([7], "<u2"), 256, 2),
+        (np.array([7, 9000], "<u2"), 10_000, 2),
+        # 4 bytes, or every second id is 0 or small
+        (halves(RANDOM.integers(0, 200, 1000)), 256, 0),
+        (halves(RANDOM.integers(0, 50_257, 1000)), 50_304, 0),
+        (halves(RANDOM.integers(0, 128_256, 1000)), 128_256, 0),
+        (
+            halves(RANDOM.integers(0, 128_256, 1000)),
+            100_277,
+            0,
+        ),  # a tokenizer larger than the model
+        (halves([1, 70_000]), 256, 0),
+        (np.zeros(1000, "<u2"), 256, 0),
+        (np.arange(1000, dtype="<i8").view("<u2"), 50_304, 0),
+    ],
+)
+def test_data_widths_are_certain_or_refused(ids, vocab, width, tmp_path):
+    """Ids that nothing describes are read if they can only have 2 bytes, and refused otherwise.
+
+    The error has the line that settles it. Catches 4-byte ids of which every second one is 0.
+    """
+    path = tmp_path / "a b.bin"
+    ids.tofile(path)
+    if width:
+        corpus, _ = data.open_corpus(str(path), vocab)
+        assert corpus.read(0, len(ids)).tokens.tolist() == ids.tolist() if len(ids) else not corpus
+        return
+    with raises(ValueError, match="Write one line into .*a b.bin.json: ") as refused:
+        data.open_corpus(str(path), vocab)
+    line = str(refused.value).split(" or ")[-1]
+    Path(f"{path}.json").write_text(line)
+    assert len(data.open_corpus(str(path), vocab)[0]) == len(ids) // 2
+
+
+@parametrize(
+    "content, message",
+    [
+        (b"what is written here is no ids\n" * 9, "is text, but files of this ending hold token"),
+        (b"\x93NUMPY\1\0" + bytes(90), "is a numpy array.*numpy.load.*astype"),
+        (b"PK\3\4" + bytes(90), "is a zip archive"),  # torch.save writes these
+        (b"PAR1" + bytes(90), "is Parquet.*python prepare.py"),
+    ],
+)
+def test_data_other_files_that_are_called_bin(content, message, tmp_path):
+    """A .bin file that holds something else is refused by what it holds. Catches text that a large
+    vocabulary takes for ids."""
+    (tmp_path / "a.bin").write_bytes(content)
+    with raises(ValueError, match=message):
+        data.open_corpus(str(tmp_path / "a.bin"), 128_256)
+
+
+def write_megatron(path: Path, documents: list[list[int]], code: int, dtype: str) -> None:
+    """Write ids as Megatron-LM does: each document is one sequence."""
+    np.concatenate(documents).astype(dtype).tofile(path)
+    sizes = np.array([len(document) for document in documents], "<i4")
+    first_bytes = (sizes.cumsum() - sizes) * np.dtype(dtype).itemsize
+    with open(path.with_suffix(".idx"), "wb") as index:
+        header = (b"MMIDIDX\0\0", 1, code, len(sizes), len(sizes) + 1)
+        index.write(struct.pack("<9sQBQQ", *header))
+        for row in (sizes, first_bytes.astype("<i8"), np.arange(len(sizes) + 1, dtype="<i8")):
+            index.write(row.tobytes())
+
+
+@parametrize("code, dtype", [(4, "<i4"), (8, "<u2"), (5, "<i8"), (1, "u1")])
+def test_data_megatrons_files(code, dtype, tmp_path, monkeypatch):
+    """Megatron's index says the width, and which token ends documents, if one ends them all.
+
+    Catches ids at the wrong width, and an end token that only looks like one.
+    """
+    monkeypatch.setattr(data, "SCAN_TOKENS", 7)  # documents end in several blocks, and at borders
+    path = tmp_path / "x_text_document.bin"
+
+    def opened() -> data.Corpus:
+        corpus, _ = data.open_corpus(str(path))
+        for rank in range(3):
+            data.check_tokens([corpus], 200, rank, 3)
+        return corpus
+
+    good = [[1, 2, 3, 9], [9], [4, 5, 6, 7, 8, 5, 4, 9], [], [2, 9]]
+    write_megatron(path, good, code, dtype)
+    corpus = opened()
+    assert corpus.read(0, len(corpus)).tokens.tolist() == sum(good, [])
+    assert data.choose_document_token([corpus], None) == 9
+    assert data.choose_document_token([corpus], -1) == -1
+    with raises(ValueError, match="--document-token 5 contradicts .*end with token 9"):
+        data.choose_document_token([corpus], 5)
+
+    write_megatron(path, [*good, [9, 3, 9]], code, dtype)
+    with raises(ValueError, match="ends with token 9, but at token 15 it is inside a document"):
+        opened()
+    write_megatron(path, [*good, [3, 3]], code, dtype)
+    with raises(ValueError, match="but at token 16 it is not at the end of a document, .* -1"):
+        opened()
+    data.check_tokens([data.open_corpus(str(path))[0]], 200, 0, 1, with_documents=False)
+    write_megatron(path, [[1, 201]], code, dtype)
+    with raises(ValueError, match="token 1 of .* is 201, but the model's vocabulary ends at 199"):
+        opened()
+    if dtype[1:] in ("i4", "i8"):
+        write_megatron(path, [[1, -2]], code, dtype)
+        with raises(ValueError, match="token 1 of .* but the model's vocabulary ends at 199"):
+            opened()
+
+
+@parametrize(
+    "spoil, message",
+    [
+        (lambda index: b"TNTIDX\0\0" + index[8:], "no index of Megatron's: .*begin with MMIDIDX"),
+        (lambda index: index[:20], "no index of Megatron's"),
+        (lambda index: index[:-1], "no index of Megatron's: .*cut off"),
+        (lambda index: index[:17] + b"\7" + index[18:], "no index of Megatron's: KeyError: 7"),
+        (lambda index: index[:17] + b"\4" + index[18:], "do not stand one after the other"),
+        (lambda index: index[:-8] + bytes(8), "documents do not hold all of them"),
+    ],
+)
+def test_data_megatrons_files_that_are_none(spoil, message, tmp_path):
+    """An index that is broken, or of another format, is refused by name. Catches ids that a wrong
+    index describes."""
+    path = tmp_path / "x.bin"
+    write_megatron(path, [[1, 2, 3], [4, 3]], 8, "<u2")
+    index = path.with_suffix(".idx")
+    index.write_bytes(spoil(index.read_bytes()))
+    with raises(ValueError, match=f"x.idx.* {message}|x.idx: .*{message}"):
+        data.open_corpus(str(path))
+
+
+def test_data_megatrons_files_and_sidecars(tmp_path):
+    """A sidecar beside Megatron's index may add to it, but not contradict it. Catches the choice of
+    one of two widths, and a file that its index does not describe."""
+    path = tmp_path / "x.bin"
+    write_megatron(path, [[1, 2, 3], [4, 3, 3]], 8, "<u2")
+    Path(f"{path}.json").write_text('{"token_bytes": 2, "document_token": 3, "ignore": 1}')
+    corpus, _ = data.open_corpus(str(path))
+    data.check_tokens([corpus], 200, 0, 1)  # token 3 may end more documents than the index has
+    assert data.choose_document_token([corpus], None) == 3
+    assert corpus.read(0, 2).counts.tolist() == [False, True]
+    Path(f"{path}.json").write_text('{"token_bytes": 4}')
+    with raises(ValueError, match="two widths of an id, 4 in .*x.bin.json and 2 in .*x.idx bytes"):
+        data.open_corpus(str(path))
+    os.unlink(f"{path}.json")
+    os.truncate(path, 10)
+    with raises(ValueError, match="x.bin has 5 tokens, but .*x.idx 6"):
+        data.open_corpus(str(path))
