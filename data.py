@@ -254,7 +254,8 @@ def walk(root: Path, leave_out: list[Path]) -> list[Path]:
             subfolders.clear()
             continue
         folders.add(real_folder)
-        subfolders[:] = sorted(sub for sub in subfolders if not sub.startswith("."))
+        visible = [sub for sub in subfolders if not sub.startswith(".")]
+        subfolders[:] = sorted(visible, key=lambda sub: ((folder / sub).is_symlink(), sub))
         # val.bin comes first, so that it is held out even if another name leads to it
         for file in sorted(files, key=lambda file: (file != "val.bin", file)):
             path = folder / file

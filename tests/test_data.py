@@ -1,10 +1,14 @@
 """Check which tokens come next: text, files of ids, tokenizers, and the order of samples."""
 
+import bz2
 import contextlib
+import gzip
 import itertools
 import json
+import lzma
 import os
 import re
+import shutil
 import struct
 import subprocess
 import time
@@ -23,7 +27,8 @@ import data
 import model as m
 import train
 from helpers import make_tokenizer
-from test_all import main, parametrize, read_log, run, seeded_model, slow
+from ranks import ConfigError
+from test_all import QUICK_FLAGS, main, parametrize, read_log, run, seeded_model, slow
 
 
 def test_data_default_is_large_sorted_text():
@@ -619,3 +624,509 @@ def test_data_megatrons_files_and_sidecars(tmp_path):
     os.truncate(path, 10)
     with raises(ValueError, match="x.bin has 5 tokens, but .*x.idx 6"):
         data.open_corpus(str(path))
+
+
+# ---------------------------------------------------------------------------- what is text
+
+RECORDS = b'{"text": "one"}\n{"text": "two"}\n'
+
+
+@parametrize(
+    "name, content, message",
+    [
+        (
+            "a.txt",
+            RECORDS,
+            "a.txt is JSON Lines, not plain text.*python prepare.py .*a.txt --token",
+        ),
+        ("a b.txt", b"\r\n \n" + RECORDS, "prepare.py '.*a b.txt' --tokenizer DIR --out NAME.bin"),
+        ("a.jsonl", b'{"text": "' + 10**5 * b"x" + b'"}', "a.jsonl is JSON Lines"),
+        ("a.JSONL", b"", "a.JSONL is JSON Lines"),
+        ("a.txt", gzip.compress(b"text"), "a.txt is gzip-compressed, .*prepare.py"),
+        ("a.bz2", bz2.compress(b"text"), "a.bz2 is bzip2-compressed, .*prepare.py"),
+        ("a.txt", lzma.compress(b"text"), "a.txt is xz-compressed, .*prepare.py"),
+        ("a.zst", b"\x28\xb5\x2f\xfd1234", "a.zst is zstd-compressed, .*prepare.py"),
+        ("a.txt", b"PK\3\4text", "a.txt is a zip archive, not plain text. Extract its text first"),
+        ("a.txt", b"%PDF-1.7\ntext", "a.txt is PDF, not plain text. Extract its text first"),
+        ("a.txt", b"PAR1text", "a.txt is Parquet, .*prepare.py"),
+        ("a.arrow", b"\xff\xff\xff\xff", "a.arrow is Arrow, .*prepare.py"),
+        ("a.npy", b"\x93NUMPY\1\0text", "a.npy is a numpy array.*tofile"),
+        ("a.csv", b"text,label\none,1\n", "a.csv is a table, .*prepare.py"),
+        (
+            "a.txt",
+            "z\u00fc".encode("utf-16"),
+            "a.txt is not UTF-8 text: invalid start byte at byte 0",
+        ),
+        (
+            "a.txt",
+            "z\u00fcx".encode("latin-1"),
+            "not UTF-8 text: invalid start byte at byte 1",
+        ),
+        ("a.txt", b"text\0text", "a.txt is not UTF-8 text: a NUL byte at byte 4"),
+        ("a.txt", 14 * b"x" + b"\xe4\xb8", "not UTF-8 text: unexpected end of data at byte 14"),
+        # what is text
+        ("a.txt", 14 * b"x" + "\u4e16\u754c\U0001f600".encode(), ""),  # cut by blocks
+        ("a.txt", b"one\r\n\r\ntwo\r\n", ""),
+        ("a.json", b'{\n  "text": "one"\n}\n', ""),
+        ("a.py", b"{1: 2}\n{3: 4}\n", ""),
+        ("a.txt", b'{"text": "one line only"}\nand words\n', ""),
+        ("README", b"BZh is how bzip2 begins", ""),
+        ("a.gz", b"the name does not matter", ""),
+        ("a.txt", b"", ""),
+    ],
+)
+def test_data_only_text_is_text(name, content, message, tmp_path, monkeypatch):
+    """A file that is not plain text is refused by name, with the command that prepares it.
+
+    The content decides, and then the ending of the name. With a tokenizer the same files are
+    refused. Catches braces and compressed bytes that a model learns.
+    """
+    if "JSON" not in message:
+        monkeypatch.setattr(data, "SCAN_TOKENS", 16)  # characters are cut by blocks
+    path = tmp_path / name
+    path.write_bytes(content)
+    make_tokenizer(tmp_path / "hf", "the grass is green")
+
+    def read(how: str):
+        with raises(ValueError, match=message) if message else contextlib.nullcontext():
+            if how == "bytes":
+                corpus, _ = data.open_corpus(str(path))
+                data.check_tokens([corpus], 256, 0, 1)
+                assert (
+                    bytes(corpus.read(0, len(corpus)).tokens.tolist() if len(corpus) else b"")
+                    == content
+                )
+            else:
+                data.tokenise(str(path), f"{tmp_path}/hf", tmp_path / "t")
+
+    read("bytes")
+    read("ids")
+
+
+def test_data_text_is_checked_by_all_ranks(tmp_path):
+    """The ranks share the texts to check, and the model's ids limit the bytes. Catches a file that
+    no rank looks at."""
+    for i in range(7):
+        (tmp_path / f"{i}.txt").write_bytes(b"text" if i != 4 else b"te\xff")
+    corpus, _ = data.open_corpus(str(tmp_path))
+    failed = []
+    for rank in range(3):
+        with contextlib.suppress(ValueError):
+            data.check_tokens([corpus], 256, rank, 3)
+            continue
+        failed.append(rank)
+    assert failed == [1]
+    (tmp_path / "4.txt").write_bytes(b"text~")
+    with raises(ValueError, match="4.txt has a byte of value 126, .* vocabulary ends at 125"):
+        data.check_tokens([corpus], 126, 1, 3)
+
+
+# ---------------------------------------------------------------------------- links, OUT
+
+
+def names_in(folder: Path, *leave_out: Path) -> list[str]:
+    train_files, _ = data.find_files(str(folder), leave_out)
+    return [str(path.relative_to(folder)) for path in train_files]
+
+
+def test_data_linked_folders_are_followed_once(tmp_path):
+    """Linked files and folders are taken, each once, and links in a circle end.
+
+    Catches files that are left out without a word, or are taken twice.
+    """
+    real, links = tmp_path / "real", tmp_path / "my links"
+    (real / "sub").mkdir(parents=True)
+    links.mkdir()
+    for path in (real / "a.txt", real / "sub" / "b.txt", links / "c.txt", real / ".hidden"):
+        path.write_text("text")
+    (links / "linked").symlink_to(real)
+    assert names_in(links) == ["c.txt", "linked/a.txt", "linked/sub/b.txt"]
+    (links / "z").mkdir()
+    (links / "z" / "e.txt").write_text("text")
+    (links / "a").symlink_to(links / "z")
+    assert names_in(links)[-1] == "z/e.txt"  # not a/e.txt: real folders come first
+    shutil.rmtree(links / "z")
+    (links / "a").unlink()
+    (links / "again").symlink_to(real / "sub")
+    (links / "d.txt").symlink_to(links / "c.txt")
+    (real / "sub" / "up").symlink_to(real)
+    (real / "round").symlink_to(links)
+    (links / "self").symlink_to(links)
+    os.mkfifo(links / "fifo")
+    assert len(names_in(links)) == 3  # by one of the paths that lead to them
+    (links / "self").unlink()
+    (real / "round").unlink()
+    top = tmp_path / "top"
+    top.symlink_to(links)
+    assert len(names_in(top)) == 3
+    (links / "gone.txt").symlink_to(tmp_path / "nowhere")
+    with raises(OSError, match="gone.txt is a link that leads to no file. Remove it"):
+        names_in(links)
+
+
+def test_data_val_is_held_out_under_any_name(tmp_path):
+    """val.bin is not trained on, even if another name leads to it. Catches training on the
+    validation data through a link."""
+    write_ids(tmp_path / "train.bin", np.arange(300))
+    write_ids(tmp_path / "val.bin", np.arange(300, 600))
+    (tmp_path / "also.bin").symlink_to("val.bin")
+    train_files, val_files = data.find_files(str(tmp_path))
+    assert [file.name for file in train_files + val_files] == ["train.bin", "val.bin"]
+
+
+def test_data_never_has_files_of_the_run(tmp_path):
+    """OUT and --export are no data, however they are nested or linked.
+
+    Catches a run that trains on its own checkpoints, log or tokens.
+    """
+    folder, out = tmp_path / "d", tmp_path / "d" / "sub" / "o"
+    (out / "tokens").mkdir(parents=True)
+    (folder / "a.txt").write_text("text")
+    (out / "log.jsonl").write_text("{}")
+    (out / "tokens" / "0.bin").write_bytes(b"1234")
+    for link, target in (("x", out), ("y", out / "tokens"), ("z.bin", out / "tokens" / "0.bin")):
+        (folder / link).symlink_to(target)
+    assert names_in(folder, tmp_path / "e", out) == ["a.txt"]
+    (tmp_path / "other").symlink_to(out)  # OUT is named by a link
+    assert names_in(folder, tmp_path / "other") == ["a.txt"]
+    for inside in (out, out / "tokens", tmp_path / "other", folder / "y"):
+        with raises(ValueError, match="lies in .*o, where the run writes its own files. .*--out"):
+            names_in(inside, out)
+    # a file that is named is taken wherever it lies
+    assert data.find_files(str(out / "tokens" / "0.bin"), [out])[0] == [out / "tokens" / "0.bin"]
+
+
+def test_data_with_out_inside_starts_twice(tmp_path, capsys):
+    """If OUT lies in the folder of the data, a second start and a resume read the same tokens.
+
+    Catches ids in OUT/tokens that become the data, without the ends of documents.
+    """
+    folder = tmp_path / "p"
+    folder.mkdir()
+    (folder / "a.txt").write_text("the grass is green\n" * 200)
+    make_tokenizer(tmp_path / "hf", "the grass is green\n", 1)
+    for flags in (f"--tokenizer {tmp_path}/hf --out {folder}/o", f"--out {folder}/u/o"):
+        main(f"--data {folder} --batch 1 --steps 1 {flags}")
+        first = re.findall("data .*: (.* tokens.*)", capsys.readouterr().out)
+        main(f"--data {folder} --batch 1 --steps 2 {flags} --resume")
+        assert re.findall("data .*: (.* tokens.*)", capsys.readouterr().out) == first != []
+
+
+# ---------------------------------------------------------------------------- end tokens
+
+
+@parametrize(
+    "files, expected",
+    [
+        ({"tokenizer_config.json": {"eos_token": "<a>"}}, 0),
+        ({"tokenizer_config.json": {"eos_token": {"content": "<b>", "__type": "AddedToken"}}}, 1),
+        ({"special_tokens_map.json": {"eos_token": {"content": "<b>"}}}, 1),
+        (
+            {
+                "tokenizer_config.json": {"eos_token": "<a>"},
+                "special_tokens_map.json": {"eos_token": "<b>"},
+            },
+            1,
+        ),
+        (
+            {
+                "tokenizer_config.json": {"eos_token": "<a>", "added_tokens_decoder": {}},
+                "special_tokens_map.json": {"eos_token": "<b>"},
+            },
+            0,
+        ),
+        ({"tokenizer_config.json": {"eos_token": None}, "config.json": {"eos_token_id": 1}}, 1),
+        ({"config.json": {"eos_token_id": None}, "generation_config.json": {}}, None),
+        (
+            {
+                "config.json": {"eos_token_id": 0},
+                "generation_config.json": {"eos_token_id": [1, 0]},
+            },
+            1,
+        ),
+        ({}, None),
+    ],
+)
+def test_data_end_tokens_are_found(files, expected, tmp_path):
+    """The end token stands in one of four files, and transformers finds the same one.
+
+    Catches a tokenizer that is refused although it has an end token.
+    """
+    from tokenizers import AddedToken, Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.add_special_tokens([AddedToken("<a>", special=True), AddedToken("<b>", special=True)])
+    tokenizer.save(f"{tmp_path}/tokenizer.json")
+    for name, content in files.items():
+        (tmp_path / name).write_text(json.dumps(content))
+    assert data.end_token(str(tmp_path), tokenizer) == expected
+    theirs = PreTrainedTokenizerFast.from_pretrained(tmp_path).eos_token_id
+    assert theirs == (None if "config.json" in files else expected)
+
+
+def test_data_documents_end_as_their_files_do(tmp_path):
+    """The end token of the tokenizer, or of the .bin files, is the one that a run uses.
+
+    A flag may only name the same one, or none. Catches attention that looks for another token, and
+    crosses all documents.
+    """
+    make_tokenizer(tmp_path / "hf", "the grass is green\n", 1)
+    text = tmp_path / "a.txt"
+    text.write_text("the grass is green\n" * 30)
+
+    def token(flag: int | None) -> int:
+        path, end = data.tokenise(str(text), f"{tmp_path}/hf", tmp_path / "t", flag)
+        corpus, _ = data.open_corpus(path)
+        data.check_same_ids([corpus], 256)
+        last = corpus.read(len(corpus) - 1, len(corpus)).tokens.tolist()
+        assert (last == [end]) == (end >= 0)
+        return data.choose_document_token([corpus], flag)
+
+    assert [token(flag) for flag in (None, 0, -1)] == [0, 0, -1]
+    with raises(ValueError, match="--document-token 5 contradicts --tokenizer .*with token 0"):
+        token(5)
+    (tmp_path / "hf" / "tokenizer_config.json").write_text("{}")
+    with raises(ValueError, match="it has no end token.*--document-token ID"):
+        token(None)
+    assert [token(flag) for flag in (200, -1)] == [200, -1]
+    with raises(ValueError, match="a text spells token 5, which ends documents"):
+        token(5)
+
+
+def test_data_files_end_documents_alike(tmp_path):
+    """Files that end documents in different ways are refused, unless the flag settles it.
+
+    Catches files whose documents never end because another file's token is taken.
+    """
+    for name, sidecar in (("a", {"document_token": 3}), ("b", {}), ("c", {"document_token": 4})):
+        write_ids(tmp_path / f"{name}.bin", np.arange(100), **sidecar)
+    a, b, c = (data.open_corpus(str(tmp_path / f"{name}.bin"))[0] for name in "abc")
+    assert data.choose_document_token([a], None) == 3 == data.choose_document_token([a, b], 3)
+    assert data.choose_document_token([b], None) == -1 == data.choose_document_token([a, c], -1)
+    with raises(ValueError, match="document_token is 3 in .*a.bin, nothing in .*b.bin. Write"):
+        data.choose_document_token([a, b], None)
+    with raises(ValueError, match="document_token is 3 in .*a.bin, 4 in .*c.bin"):
+        data.choose_document_token([a, c], None)
+    for flag in (3, 4):
+        with raises(
+            ValueError, match=f"--document-token {flag} contradicts .*{'ca'[flag - 3]}.bin"
+        ):
+            data.choose_document_token([a, c], flag)
+
+
+def test_data_text_that_spells_a_special_token(tmp_path):
+    """Text that spells a special token is text, unless --special-tokens is given.
+
+    Where the end token is an ordinary word, the text is refused. Catches a document that is cut
+    where somebody writes about tokens.
+    """
+    make_tokenizer(tmp_path / "hf", "the grass is green <end>")
+    text = tmp_path / "a.txt"
+    text.write_text("the grass <end> is green")
+
+    def ids(special: bool, folder="hf") -> list[int]:
+        path, end = data.tokenise(str(text), f"{tmp_path}/{folder}", tmp_path / "t", None, special)
+        corpus, _ = data.open_corpus(path)
+        found = corpus.read(0, len(corpus)).tokens.tolist()
+        assert found[-1] == end == 0
+        return found[:-1]
+
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(f"{tmp_path}/hf/tokenizer.json")
+    assert 0 not in ids(False) and ids(True).count(0) == 1
+    assert tokenizer.decode(ids(False)) == "the grass <end> is green"
+    assert ids(False) != ids(True)  # both are kept in the cache
+
+    content = json.loads((tmp_path / "hf" / "tokenizer.json").read_text())
+    content["added_tokens"][0]["special"] = False
+    (tmp_path / "word").mkdir()
+    (tmp_path / "word" / "tokenizer.json").write_text(json.dumps(content))
+    (tmp_path / "word" / "tokenizer_config.json").write_text('{"eos_token": "<end>"}')
+    with raises(ValueError, match="a text spells token 0, which ends documents. Pass --special"):
+        ids(False, "word")
+    assert ids(True, "word").count(0) == 1
+
+
+def test_data_tokenizer_larger_than_the_model(tmp_path):
+    """A tokenizer with more ids than the model is refused with both numbers, before any work.
+
+    Catches the error of another flag, which was not given.
+    """
+    make_tokenizer(tmp_path / "hf", "the grass is green", 258)
+    (tmp_path / "a.txt").write_text("the grass is green")
+    with raises(ConfigError, match="--tokenizer .*hf: it has 258 ids, but the model has only 256"):
+        main(f"--tokenizer {tmp_path}/hf --data {tmp_path}/a.txt --out {tmp_path}/o")
+    assert not (tmp_path / "o" / "tokens").exists()
+
+
+# ---------------------------------------------------------------------------- mixtures
+
+
+@parametrize(
+    "text, expected",
+    [
+        ("a.bin:0.7,b.bin:0.3", [("a.bin", 0.7), ("b.bin", 0.3)]),
+        ("a.bin:7,my b,c:d.bin:3e0", [("a.bin", 7), ("my b,c:d.bin", 3)]),
+        ("stdlib:1,a.bin: 2", [("stdlib", 1), ("a.bin", 2)]),
+        ("a.bin:5", [("a.bin", 5)]),
+        ("my b,c:d.bin", [("my b,c:d.bin", 1)]),
+        ("e.bin:0.5", [("e.bin:0.5", 1)]),  # a file of this name exists
+        ("none", [("none", 1)]),  # find_files says that there is no such file
+        ("a.bin:0.7,b.bin", "b.bin has no weight. Write --data PATH:WEIGHT,PATH:WEIGHT"),
+        ("a.bin,b.bin:0.3", "a.bin has no weight"),
+        ("a.bin:0.7,c.bin:0.3", "there is no file or folder 'c.bin'"),
+        ("a.bin:0.7,", "there is no file or folder ''"),
+        ("a.bin:0,b.bin:1", "the weight '0' of a.bin is no positive number"),
+        ("a.bin:1,b.bin:-1", "the weight '-1' of b.bin is no positive number"),
+        ("a.bin:nan,b.bin:1", "the weight 'nan' of a.bin is no positive number"),
+        ("a.bin:inf,b.bin:1", "the weight 'inf' of a.bin is no positive number"),
+        ("a.bin:half,b.bin:1", "the weight 'half' of a.bin is no positive number"),
+        ("a.bin:1,./a.bin:1", "named twice. Add its weights"),
+    ],
+)
+def test_data_mixtures_are_spelt(text, expected, tmp_path, monkeypatch):
+    """A list of paths with weights is read, and refused where it is not one.
+
+    Catches a path that is cut at a comma, and a weight that is none.
+    """
+    monkeypatch.chdir(tmp_path)
+    for name in ("a.bin", "b.bin", "my b,c:d.bin", "e.bin:0.5"):
+        Path(name).write_bytes(b"")
+    if isinstance(expected, str):
+        with raises(ValueError, match=re.escape(expected)):
+            data.parse_mixture(text)
+    else:
+        assert data.parse_mixture(text) == expected
+
+
+def mixture(tmp_path: Path, weights: dict[str, float], windows=(60, 7, 200)) -> data.Mixture:
+    """Return the training sequences of files whose ids say the file and the window."""
+    pairs = []
+    for k, (name, count) in enumerate(zip(weights, windows)):
+        path = write_ids(tmp_path / f"{name}.bin", np.repeat(1000 * k + np.arange(count), 4))
+        pairs.append(data.split(data.open_corpus(str(path))[0], None, 4, 5)[0])
+    shares = data.block_shares([data.Share(*item) for item in weights.items()])
+    return data.Mixture(tuple(pairs), tuple(shares))
+
+
+def test_data_mixtures_are_exact(tmp_path):
+    """Each block of 1000 samples has each source's exact share, spread evenly, in epochs of its own.
+
+    Sample i is the same whatever was drawn before. Catches a source that is drawn too often, and an
+    order that depends on the ranks or on a resume.
+    """
+    mixed = mixture(tmp_path, {"a": 2, "b": 1, "c": 3 * 10**-1})
+    assert mixed.shares == (606, 303, 91)
+    firsts = [int(mixed.sample(i).tokens[0]) for i in range(3000)]
+    for start in (0, 1000, 2000):
+        sources = [first // 1000 for first in firsts[start : start + 1000]]
+        assert [sources.count(k) for k in range(3)] == [606, 303, 91]
+        for n in range(1000):  # any number of samples holds the shares, up to one sample or two
+            assert abs(sources[:n].count(1) - 0.303 * n) < 2
+    for k, source in enumerate(mixed.sources):
+        drawn = [first % 1000 for first in firsts if first // 1000 == k]
+        epoch = sorted(drawn[: source.count])
+        assert len(set(epoch)) == source.count  # each window once ...
+        assert sorted(drawn[source.count : 2 * source.count]) == epoch or k == 2
+        if k < 2:  # ... and the next epoch has another order
+            assert drawn[: source.count] != drawn[source.count : 2 * source.count]
+        assert mixed.epochs(3000)[k] == approx(len(drawn) / source.count)
+    again = mixture(tmp_path, {"a": 20, "b": 10, "c": 3})
+    for i in (2999, 0, 1234, 17):
+        assert again.sample(i).tokens[0] == firsts[i]
+    one = mixture(tmp_path, {"a": 0.1})
+    assert [one.place(i) for i in (0, 999, 5000)] == [(0, 0), (0, 999), (0, 5000)]
+    assert one.count == one.sources[0].count
+
+
+def test_data_mixtures_round_to_thousandths(tmp_path):
+    """Shares add up to 1000, and a weight that is too small for one sample is refused."""
+    weights = [data.Share(str(k), 1) for k in range(7)]
+    assert sorted(data.block_shares(weights)) == [142, 143, 143, 143, 143, 143, 143]
+    with raises(ValueError, match="weight 0.0001 of b is less than a thousandth of all .*0.001"):
+        data.block_shares([data.Share("a", 1), data.Share("b", 1e-4)])
+    assert data.block_shares([data.Share("a", 1e300), data.Share("b", 1e300)]) == [500, 500]
+
+
+def test_data_mixtures_validate_in_proportion(tmp_path):
+    """An evaluation has each source's held-out windows in proportion. Catches an evaluation of the
+    first source only."""
+    paths = [write_ids(tmp_path / f"{k}.bin", np.full(4000, k)) for k in range(2)]
+    pairs = [data.split(data.open_corpus(str(path))[0], None, 8, 0) for path in paths]
+    validation = data.Mixture(tuple(val for _, val in pairs), (750, 250))
+    assert [val.count for _, val in pairs] == [24, 24] and validation.count == 96
+    tokens = [int(validation.window(i).tokens[0]) for i in range(64)]
+    assert tokens.count(1) == 16
+    assert validation.window(0).tokens.tolist() == pairs[0][1].window(0).tokens.tolist()
+
+
+def test_data_mixtures_have_one_tokenizer(tmp_path):
+    """Sources of different tokenizers, or bytes and ids, are refused by name. Catches ids that mean
+    two things."""
+    for name, sidecar in (("a", {"vocab": 90}), ("b", {"vocab": 80}), ("c", {})):
+        write_ids(tmp_path / f"{name}.bin", np.arange(60), **sidecar)
+    (tmp_path / "d.txt").write_text("text")
+    write_ids(tmp_path / "e.bin", np.arange(60), vocab=256)
+    names = ("a.bin", "b.bin", "c.bin", "d.txt", "e.bin")
+    a, b, c, d, e = (data.open_corpus(str(tmp_path / name))[0] for name in names)
+    for corpora, message in (
+        ([a, b], "90 ids in .*a.bin and 80 ids in .*b.bin"),
+        ([d, c], "c.bin has token ids, but .*d.txt is text"),
+        ([a, d], "a.bin has token ids, but .*d.txt is text.* --tokenizer"),
+    ):
+        with raises(ValueError, match=message):
+            data.check_same_ids(corpora, 256)
+    data.check_same_ids([a, c], 256)
+    data.check_same_ids([d, e], 256)
+
+
+@slow
+def test_data_mixtures_on_other_ranks(tmp_path, capfd):
+    """A mixture on one rank, and on two after a resume, has the same losses at each step.
+
+    The losses are those of the first weights on the samples that Mixture says. Catches an order of
+    samples that depends on the ranks, and a resume that begins again.
+    """
+    text = tmp_path / "my text.txt"
+    text.write_text("the grass is green\r\n" * 90)
+    path = conversations(tmp_path / "ids.bin")
+    sidecar = json.loads(Path(f"{path}.json").read_text())
+    Path(f"{path}.json").write_text(json.dumps(sidecar | {"vocab": 256}))
+    flags = f"--dtype fp64 --lr 0 --batch 4 --document-token 10 --out {tmp_path}/o --steps".split()
+    spelt = ["--data", f"{path}:3,{text}:1"]
+    train.main(f"{QUICK_FLAGS}".split() + flags + ["1"] + spelt)
+    run(f"--steps 3 --out {tmp_path}/o --resume", 2)
+    said = capfd.readouterr().out
+    assert re.search(r"source .*my text.txt: 25.0% of the samples; 1,800 tokens, 54 training", said)
+    assert "0.03 epochs until step 1" in said  # 3 of 89 sequences
+    shares = data.parse_mixture(spelt[1])
+    pairs = [data.split(data.open_corpus(share.path)[0], None, 32, 0)[0] for share in shares]
+    mixed = data.Mixture(tuple(pairs), tuple(data.block_shares(shares)))
+    for step, row in enumerate(read_log(tmp_path / "o")):
+        windows = [mixed.sample(4 * step + i) for i in range(4)]
+        assert row["loss"] == approx(bare_loss(windows, 10), rel=1e-11)
+
+
+# ---------------------------------------------------------------------------- edges
+
+
+def test_data_edges_of_documents_and_files(tmp_path):
+    """Empty files, files of one token, Windows line ends and one long document are read as they are.
+
+    Catches a token that is lost or added at an end.
+    """
+    folder = tmp_path / "a folder"
+    for name, sizes in (("a", []), ("b", [5]), ("c", range(7, 60)), ("d", [])):
+        write_ids(folder / f"{name}.bin", np.array(sizes, int), np.ones(len(sizes)))
+    corpus, _ = data.open_corpus(str(folder))
+    data.check_tokens([corpus], 256, 0, 1)
+    assert corpus.read(0, len(corpus)).tokens.tolist() == [5, *range(7, 60)]
+    assert corpus.read(0, 1).tokens.tolist() == [5] and corpus.read(53, 54).counts.all()
+
+    make_tokenizer(tmp_path / "hf", "the grass is green\r\n", 1)
+    text = tmp_path / "a folder" / "line ends.txt"
+    text.write_bytes(b"the grass\r\nis\rgreen\n\r\n")
+    path, _ = data.tokenise(str(text), f"{tmp_path}/hf", tmp_path / "t")
+    assert len(data.open_corpus(path)[0]) == text.stat().st_size + 1
