@@ -715,6 +715,19 @@ def choose_document_token(corpora: list[Corpus], flag: int | None) -> int:
     return -1 if token is None else token
 
 
+def check_apart(corpora: list[Corpus]) -> None:
+    """Raise ValueError if a file is in two sources. What one source holds out for validation, the
+    other one would train on."""
+    found = {}  # real path -> the name by which it was found
+    for file in [file for corpus in corpora for file in corpus.files]:
+        first = found.setdefault(file.path.resolve(), file.path)
+        if first is not file.path:
+            raise ValueError(
+                f"--data: two sources have the same file, {first} and {file.path}. Then one would "
+                "train on what the other one holds out for validation"
+            )
+
+
 def check_same_ids(corpora: list[Corpus], vocab: int) -> None:
     """Raise ValueError unless all files have ids of one tokenizer, which the model also has. vocab:
     the number of the model's ids."""
@@ -909,7 +922,9 @@ class Mixture:
         source    0  0  1  0    0  0  1  0
         sample    0  1  0  2    3  4  1  5
 
-    Each source has its own epochs: one that ends begins again, in a new order.
+    Each source has its own epochs: one that ends begins again, in a new order. If a resumed run has
+    other weights, each source goes on where a run with these weights would be: some of its samples
+    are skipped or drawn again.
     """
 
     sources: tuple[Sequences, ...]

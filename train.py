@@ -94,6 +94,7 @@ from attention import (
 from data import (
     Mixture,
     block_shares,
+    check_apart,
     check_same_ids,
     check_tokens,
     choose_document_token,
@@ -462,6 +463,7 @@ def open_data(cfg: Config, model: ModelConfig) -> tuple:
         # (training, validation or None) of each source
         opened = [open_corpus(path, model.vocab, own_folders) for path in paths]
         corpora = [corpus for both in opened for corpus in both if corpus]
+        check_apart(corpora)
         check_same_ids(corpora, model.vocab)
         return opened, corpora, choose_document_token(corpora, cfg.document_token)
 

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from pytest import approx, raises
 from safetensors.torch import load_file
@@ -1082,6 +1083,25 @@ def test_data_mixtures_have_one_tokenizer(tmp_path):
     data.check_same_ids([d, e], 256)
 
 
+def test_data_mixtures_hold_out_their_own(tmp_path):
+    """No window is both trained on and evaluated, however often a source begins again.
+
+    A file that two sources have is refused. Catches a validation loss of what was learnt.
+    """
+    paths = [write_ids(tmp_path / "d" / f"{k}.bin", np.arange(900) + 900 * k) for k in range(2)]
+    pairs = [data.split(data.open_corpus(str(path))[0], None, 8, 0) for path in paths]
+    training, validation = (data.Mixture(tuple(part), (900, 100)) for part in zip(*pairs))
+    drawn = {int(token) for i in range(3000) for token in training.sample(i).tokens[:-1]}
+    held_out = {int(token) for i in range(999) for token in validation.window(i).tokens[1:]}
+    assert len(drawn) > 1600 and len(held_out) == 80 and not drawn & held_out
+
+    (tmp_path / "link.bin").symlink_to(paths[1])
+    for other in (paths[1], tmp_path / "link.bin"):
+        with raises(ConfigError, match="two sources have the same file, .*/d/1.bin and .*.bin. Th"):
+            main(f"--data {tmp_path}/d:1,{other}:1 --out {tmp_path}/o")
+        dist.destroy_process_group()
+
+
 @slow
 def test_data_mixtures_on_other_ranks(tmp_path, capfd):
     """A mixture on one rank, and on two after a resume, has the same losses at each step.
@@ -1097,7 +1117,7 @@ def test_data_mixtures_on_other_ranks(tmp_path, capfd):
     flags = f"--dtype fp64 --lr 0 --batch 4 --document-token 10 --out {tmp_path}/o --steps".split()
     spelt = ["--data", f"{path}:3,{text}:1"]
     train.main(f"{QUICK_FLAGS}".split() + flags + ["1"] + spelt)
-    run(f"--steps 3 --out {tmp_path}/o --resume", 2)
+    run(f"--steps 3 --batch 4 --out {tmp_path}/o --resume", 2)
     said = capfd.readouterr().out
     assert re.search(r"source .*my text.txt: 25.0% of the samples; 1,800 tokens, 54 training", said)
     assert "0.03 epochs until step 1" in said  # 3 of 89 sequences
