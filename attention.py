@@ -730,7 +730,8 @@ def ring_documents(starts: Tensor, ring: int, rank: int) -> Documents:
 
     own = starts[:, tokens_of(rank)]  # (B, T/R)
     begins = own.diff(dim=1, prepend=own.new_full((b, 1), -1)) != 0
-    bounds = (*begins.flatten().nonzero().flatten().tolist(), own.numel())
+    first_tokens = begins.flatten().nonzero().flatten()  # there may be millions
+    bounds = torch.cat([first_tokens, torch.tensor([own.numel()])])
 
     rectangles = []
     for step in range(1, ring):
@@ -750,8 +751,7 @@ def ring_documents(starts: Tensor, ring: int, rank: int) -> Documents:
                 )
             )
         rectangles.append(tuple(step_rectangles))
-    offsets = torch.tensor(bounds, dtype=torch.int32)
-    return Documents(bounds, offsets, tuple(rectangles))
+    return Documents(tuple(bounds.tolist()), bounds.int(), tuple(rectangles))
 
 
 def step_slices(step: int, rank: int, tokens: int) -> tuple[slice, slice]:

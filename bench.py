@@ -69,6 +69,7 @@ import costs
 import planner
 import train
 from attention import KERNELS, Attention, pick_kernel, why_not
+from data import Window
 from hardware import processor_name, profile_text
 from hf import export_config
 from measure import Machine
@@ -178,9 +179,12 @@ def random_batch(run: Run) -> train.Batch:
     """Return uniform random tokens and their labels (M, B, T/sp). Data-parallel ranks get
     different ones."""
     random = np.random.default_rng(run.coordinates.data_rank)
-    return train.load_batch(
-        run, 0, lambda i: random.integers(run.plan.model.vocab, size=run.plan.seq + 1)
-    )
+    size = run.plan.seq + 1
+
+    def window(_: int) -> Window:
+        return Window(random.integers(run.plan.model.vocab, size=size), np.ones(size, bool))
+
+    return train.load_batch(run, 0, window)
 
 
 def make_step(run: Run) -> Step:

@@ -14,35 +14,57 @@ any number of ranks. A resumed run needs only the number of samples that it has 
 
     corpus, val_corpus = open_corpus("stdlib")
     train, val = split(corpus, val_corpus, seq=256, seed=0)
-    train.sample(0)                     # (T + 1,) int64: the first sample of step 0
+    train.sample(0).tokens              # (T + 1,) int64: the first sample of step 0
+    train.sample(0).counts              # (T + 1,) bool: which of them count as labels
 
-A token is a byte of text, or an id in a .bin file. Ids are uint16, as nanoGPT writes them, unless
-FILE.bin.json beside FILE.bin says something else: {"token_bytes": 4, "ignore": 0} means uint32, and
-that id 0 (padding, for example) is never a label. tokenise() makes these two files from text.
+A token is a byte of a text, or an id in a .bin file. FILE.bin.json beside FILE.bin, the *sidecar*,
+says what a .bin file holds:
 
-Left out: mixtures of corpora, packing without cutting documents, shuffling within a sequence.
+    {"token_bytes": 2 or 4, "document_token": ID, "ignore": ID, "vocab": N, "mask": "FILE.mask"}
+
+    token_bytes      bytes per id, which are little endian and unsigned
+    document_token   the id that ends each document; -1: none. Absent: --document-token says it
+    ignore           an id that is never a label, such as padding
+    vocab            the number of ids that the tokenizer has which wrote the file
+    mask             a file with a byte per token. 1: it counts as a label. 0: it is never a label,
+                     such as the words of a user in a conversation; attention still sees it
+
+Only token_bytes is required. Megatron's FILE.idx says the width and the documents, too. Without
+either, a .bin file is read as 2-byte ids if these cannot be 4-byte ids, and is refused otherwise.
+
+A Mixture draws samples from several corpora by weight: --data a.bin:0.7,b.bin:0.3.
+
+Left out: packing without cutting documents, shuffling within a sequence, and files of records such
+as JSON Lines, which prepare.py turns into .bin files.
 
 Legend: T tokens per sequence, i the number of a sample since step 0.
 """
 
 import bisect
+import codecs
 import functools
 import itertools
 import json
+import math
 import os
 import re
+import shlex
 import shutil
+import struct
 import sys
 import sysconfig
 import tempfile
 import zlib
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
-SCAN_TOKENS = 2**24  # tokens that check_tokens reads at a time
+SCAN_TOKENS = 2**24  # tokens, or bytes of a text, that a check reads at a time
+MOST_IDS = 2**20  # no tokenizer has as many ids
+MIX_BLOCK = 1000  # samples of a mixture, of which each source has a fixed number
 SEGMENT_CHARS = (
     2**17
 )  # the tokenizer reads this many characters at a time, then to the end of the line
@@ -140,79 +162,85 @@ def fresh_folder(path: Path) -> None:
     path.mkdir()
 
 
-# ---------------------------------------------------------------------------- tokens on disk
+# ---------------------------------------------------------------------------- which files
 
 
-class Corpus:
-    """The tokens of one or many files as one long row. They are not kept in memory: each read()
-    reads the files."""
+class Share(NamedTuple):
+    """A source of --data, and how much of it is drawn, relative to the other sources."""
 
-    def __init__(self, files: list[Path], dtype: np.dtype, ignored_id: int):
-        """dtype: the type of a token in the files; uint8 for text. ignored_id: an id that is never
-        a label; -1 if there is none. Raises OSError if a file cannot be read, ValueError if it ends
-        within a token."""
-        self.files = files
-        self.dtype = dtype
-        self.ignored_id = ignored_id
-        self.bounds = [0]  # the first token of each file, and the end of the last one
-        for file in files:
-            try:
-                with open(file, "rb") as handle:  # a file that cannot be read fails before any work
-                    count, rest = divmod(handle.seek(0, os.SEEK_END), dtype.itemsize)
-            except PermissionError as e:
-                raise PermissionError(f"--data: {may_not_read(file)}") from e
-            if rest:
-                raise ValueError(
-                    f"--data: {file} is not a whole number of {dtype.itemsize}-byte tokens"
-                )
-            self.bounds.append(self.bounds[-1] + count)
-
-    def __len__(self) -> int:
-        return self.bounds[-1]
-
-    def read(self, start: int, stop: int) -> np.ndarray:
-        """Return the tokens start ... stop - 1 as int64. Raises OSError if a file has become
-        shorter."""
-        parts = []
-        i = bisect.bisect_right(self.bounds, start) - 1  # the file that holds start
-        while start < stop:
-            begin, end = self.bounds[i : i + 2]
-            count = min(stop, end) - start
-            # not a memory map, because a signal kills the process if a mapped file becomes shorter
-            tokens = np.fromfile(
-                self.files[i], self.dtype, count, offset=(start - begin) * self.dtype.itemsize
-            )
-            if len(tokens) < count:
-                raise OSError(
-                    f"--data: {self.files[i]} has become shorter than the {end - begin} "
-                    "tokens that it had"
-                )
-            parts.append(tokens)
-            start += count
-            i += 1
-        return np.concatenate(parts).astype(np.int64)
+    path: str
+    weight: float
 
 
-def find_files(data: str) -> tuple[list[Path], list[Path]]:
-    """Return the files of --data to train on, sorted, and a list with val.bin, or an empty one.
+def parse_mixture(data: str) -> list[Share]:
+    """Return the sources of --data: one, or several with weights as in "a.bin:0.7,b.bin:0.3".
 
-    data: a file, a folder, or "stdlib" for the sources of Python's standard library. If a folder
-    has .bin files, only these are taken. Hidden files and folders are left out. Raises ValueError
-    if there are no files.
+    If a file or folder has the whole name, it is one source, whatever commas and colons are in it.
+    Raises ValueError for a source that is missing or named twice, and for a weight that is missing
+    or no positive number.
     """
+
+    def exists(path: str) -> bool:
+        return path == "stdlib" or os.path.exists(path)
+
+    if exists(data) or not re.search("[,:]", data):
+        return [Share(data, 1.0)]
+
+    form = "Write --data PATH:WEIGHT,PATH:WEIGHT, such as a.bin:0.7,b.bin:0.3"
+    sources = []
+    text = ""  # of the next source: a path may have commas, so it may be several pieces
+    for piece in data.split(","):
+        text += piece
+        path, _, weight = text.rpartition(":")
+        if exists(path):
+            if not is_positive(weight):
+                raise ValueError(
+                    f"--data {data}: the weight {weight!r} of {path} is no positive number. {form}"
+                )
+            sources.append(Share(path, float(weight)))
+            text = ""
+        else:
+            text += ","
+    if text:
+        first = text.split(",")[0]
+        if exists(first):
+            raise ValueError(f"--data {data}: {first} has no weight. {form}")
+        missing = first.rpartition(":")[0] or first
+        raise ValueError(f"--data {data}: there is no file or folder {missing!r}. {form}")
+
+    paths = [os.path.realpath(source.path) for source in sources]
+    for path, source in zip(paths, sources):
+        if paths.count(path) > 1:
+            raise ValueError(f"--data {data}: {source.path} is named twice. Add its weights")
+    return sources
+
+
+def is_positive(text: str) -> bool:
+    """Return whether a text is a positive number."""
+    try:
+        return 0 < float(text) < math.inf
+    except ValueError:
+        return False
+
+
+def find_files(data: str, leave_out: Iterable[str | Path] = ()) -> tuple[list[Path], list[Path]]:
+    """Return the files of a source to train on, sorted, and a list with val.bin, or an empty one.
+
+    data: a file, a folder, or "stdlib" for the sources of Python's standard library. leave_out:
+    folders that the run writes. No file in them is data of a folder, by whatever links it is found.
+    If a folder has .bin files, only these are taken. Hidden files and folders are left out. Linked
+    folders are followed. A file or folder that several links lead to is taken once. Raises
+    ValueError if there are no files, OSError if a folder cannot be read.
+    """
+    root = Path(data)
     if data == "stdlib":
-        root = Path(sysconfig.get_path("stdlib"))
-        found = [*root.glob("*.py")]
-        for package in sys.stdlib_module_names:  # leaves out site-packages
-            found += (root / package).rglob("*.py")
+        files = list(stdlib_files())
+    elif root.is_file():
+        files = [root]
+    elif root.is_dir():
+        files = walk(root, [Path(folder).resolve() for folder in leave_out])
     else:
-        root = Path(data)
-        found = [root, *root.rglob("*")]
-
-    def is_hidden(file: Path) -> bool:
-        return re.search(r"(^|/)\.[^/]", str(file.relative_to(root))) is not None
-
-    files = sorted(file for file in found if file.is_file() and not is_hidden(file))
+        files = []
     if not (data and files):
         raise ValueError(f"--data {data}: no such file or folder, or no files in it")
 
@@ -222,47 +250,601 @@ def find_files(data: str) -> tuple[list[Path], list[Path]]:
     return train, val
 
 
-def open_corpus(data: str) -> tuple[Corpus, Corpus | None]:
-    """Return the corpus of --data, and the corpus of its val.bin, or None if it has no val.bin.
-    Raises OSError or ValueError."""
-    train, val = find_files(data)
-    formats = {id_format(file) for file in train + val}
-    if len(formats) > 1:
+def walk(root: Path, leave_out: list[Path]) -> list[Path]:
+    """Return the files below a folder, sorted. leave_out: resolved folders; see find_files."""
+
+    def is_left_out(real: Path) -> bool:
+        return any(real.is_relative_to(folder) for folder in leave_out)
+
+    def fail(error: OSError):
+        raise error
+
+    if is_left_out(root.resolve()):
         raise ValueError(
-            f"--data {data}: its .bin files hold ids of {formats} (type, ignored id): "
-            "let FILE.bin.json beside each say the same"
+            f"--data {root} lies in {leave_out[0]}, where the run writes its own files. Name "
+            "another --out or --export"
         )
-    dtype, ignored_id = formats.pop()
-    val_corpus = Corpus(val, dtype, ignored_id) if val else None
-    return Corpus(train, dtype, ignored_id), val_corpus
+
+    found = {}  # by the real path, so that nothing is taken twice and links cannot go in a circle
+    folders = set()
+    for name, subfolders, files in os.walk(root, onerror=fail, followlinks=True):
+        folder, real_folder = Path(name), Path(name).resolve()
+        if real_folder in folders or is_left_out(real_folder):
+            subfolders.clear()
+            continue
+        folders.add(real_folder)
+        visible = [sub for sub in subfolders if not sub.startswith(".")]
+        subfolders[:] = sorted(visible, key=lambda sub: ((folder / sub).is_symlink(), sub))
+        # val.bin comes first, so that it is held out even if another name leads to it
+        for file in sorted(files, key=lambda file: (file != "val.bin", file)):
+            path = folder / file
+            real = path.resolve() if path.is_symlink() else real_folder / file
+            if file.startswith(".") or is_left_out(real):
+                continue
+            if not real.exists():
+                raise OSError(f"--data: {path} is a link that leads to no file. Remove it")
+            if real.is_file():
+                found.setdefault(real, path)
+    return sorted(found.values())
 
 
-def id_format(file: Path) -> tuple[np.dtype, int]:
-    """Return the type of a file's tokens, and the id that is never a label (-1: none).
+@functools.cache
+def stdlib_files() -> tuple[Path, ...]:
+    """Return the sources of Python's standard library that are UTF-8 text, sorted."""
+    root = Path(sysconfig.get_path("stdlib"))
+    found = [*root.glob("*.py")]
+    for package in sys.stdlib_module_names:  # leaves out site-packages
+        found += (root / package).rglob("*.py")
 
-    FILE.bin.json says both for FILE.bin; without it, a .bin file has uint16 ids. Any other file is
-    read as bytes. Raises ValueError if FILE.bin.json cannot be understood.
-    """
-    if file.suffix != ".bin":
-        return np.dtype("u1"), -1
-    sidecar = Path(f"{file}.json")
+    def is_text(file: Path) -> bool:
+        try:
+            return "\0" not in file.read_text(encoding="utf-8")
+        except UnicodeDecodeError:  # some packages test other encodings
+            return False
+
+    hidden = re.compile(r"(^|/)\.[^/]")
+    files = {f for f in found if f.is_file() and not hidden.search(str(f.relative_to(root)))}
+    return tuple(sorted(filter(is_text, files)))
+
+
+# ---------------------------------------------------------------------------- what is text
+#
+# A file's first bytes say what it is. If they do not, the ending of its name does.
+
+FORMATS = {  # first bytes -> name, and whether prepare.py reads it
+    b"\x1f\x8b\x08": ("gzip-compressed", True),
+    b"\x28\xb5\x2f\xfd": ("zstd-compressed", True),
+    b"\xfd7zXZ\0": ("xz-compressed", True),
+    b"PAR1": ("Parquet", True),
+    b"ARROW1": ("Arrow", True),
+    b"\x93NUMPY": ("a numpy array", False),
+    b"PK\x03\x04": ("a zip archive", False),
+    b"%PDF-": ("PDF", False),
+}
+BZIP2 = re.compile(rb"BZh[1-9]1AY&SY")
+RECORD_ENDINGS = {  # of files whose text lies in fields
+    ".jsonl": "JSON Lines",
+    ".ndjson": "JSON Lines",
+    ".csv": "a table",
+    ".tsv": "a table",
+    ".parquet": "Parquet",
+    ".arrow": "Arrow",
+}
+
+
+def format_of(path: Path) -> tuple[str, bool]:
+    """Return the format of a file that is not plain text, such as "gzip-compressed", and whether
+    prepare.py reads it. ("", False): no format is recognised. Raises OSError."""
+    with open(path, "rb") as handle:
+        start = handle.read(16)
+        for magic, known in FORMATS.items():
+            if start.startswith(magic):
+                return known
+        if BZIP2.match(start):
+            return "bzip2-compressed", True
+        if start.lstrip()[:1] == b"{":
+            handle.seek(0)
+            # blank lines at the beginning do not matter; records may be long
+            lines = filter(bytes.strip, iter(lambda: handle.readline(SCAN_TOKENS), b""))
+            if is_json_object(next(lines, b"")) and is_json_object(next(lines, b"")):
+                return "JSON Lines", True
+    ending = path.suffix.lower()
+    return RECORD_ENDINGS.get(ending, ""), ending in RECORD_ENDINGS
+
+
+def is_json_object(line: bytes) -> bool:
+    """Return whether a line is a JSON object by itself."""
     try:
-        fields = json.loads(regular(sidecar).read_text())
-        return np.dtype(f"<u{fields['token_bytes']}"), int(fields.get("ignore", -1))
+        return isinstance(json.loads(line), dict)
+    except (ValueError, RecursionError):
+        return False
+
+
+def refuse_format(path: Path) -> None:
+    """Raise ValueError if a file has a format that is neither plain text nor token ids."""
+    name, prepared = format_of(path)
+    if name == "a numpy array":
+        raise ValueError(
+            f"--data: {path} is {name}. If it holds token ids, write them without its header: "
+            f"numpy.load({str(path)!r}).astype('<u4').tofile('NAME.bin'), with "
+            '{"token_bytes": 4} in NAME.bin.json'
+        )
+    if prepared:
+        raise ValueError(
+            f"--data: {path} is {name}, not plain text. Turn it into token ids first: python "
+            f"prepare.py {shlex.quote(str(path))} --tokenizer DIR --out NAME.bin"
+        )
+    if name:
+        raise ValueError(f"--data: {path} is {name}, not plain text. Extract its text first")
+
+
+def check_text(path: Path, vocab: int = 256) -> None:
+    """Raise ValueError unless a file is plain UTF-8 text, with bytes below `vocab`. Reads all of
+    it."""
+    refuse_format(path)
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    start = 0  # of the bytes that the decoder sees next
+    with open(path, "rb") as handle:
+        while True:
+            block = handle.read(SCAN_TOKENS)
+            nul = block.find(b"\0")
+            kept = len(decoder.getstate()[0])  # bytes of a character that the last block began
+            try:
+                decoder.decode(block, final=not block)
+            except UnicodeDecodeError as e:
+                refuse_bytes(path, start - kept + e.start, e.reason)
+            if nul >= 0:
+                refuse_bytes(path, start + nul, "a NUL byte")
+            if vocab < 256 and block and max(block) >= vocab:
+                raise ValueError(
+                    f"--data: {path} has a byte of value {max(block)}, and each byte is a token, "
+                    f"but the model's vocabulary ends at {vocab - 1}; use another model, or "
+                    "--tokenizer"
+                )
+            if not block:
+                return
+            start += len(block)
+
+
+def refuse_bytes(path: Path, position: int, reason: str) -> None:
+    """Raise ValueError about a file that is not text. position: of the first wrong byte."""
+    raise ValueError(
+        f"--data: {path} is not UTF-8 text: {reason} at byte {position}. Convert it, for example "
+        "with iconv, or keep it out of the folder"
+    )
+
+
+# ---------------------------------------------------------------------------- tokens on disk
+
+
+class Window(NamedTuple):
+    """Neighbouring tokens of a corpus."""
+
+    tokens: np.ndarray  # (n,) int64
+    counts: np.ndarray  # (n,) bool: whether a token counts as a label
+
+
+@dataclass(frozen=True)
+class TokenFile:
+    """A file of tokens, as describe() finds it. Its tokens are not kept in memory."""
+
+    path: Path
+    dtype: np.dtype  # of a token; uint8 for text
+    count: int  # tokens
+    document_token: int | None = None  # the id that ends each document; -1: none; None: not said
+    ignored_id: int = -1  # an id that is never a label; -1: none
+    vocab: int = 0  # how many ids the tokenizer has that wrote the file; 0: not said
+    mask: Path | None = None  # a file with one byte per token
+    index: Path | None = None  # Megatron's .idx, which says where documents end
+
+    @property
+    def is_text(self) -> bool:
+        return self.path.suffix != ".bin"
+
+    def read(self, start: int, count: int) -> Window:
+        """Return the tokens start ... start + count - 1. Raises OSError if the file has become
+        shorter."""
+        tokens = self.read_array(self.path, self.dtype, start, count).astype(np.int64)
+        counts = tokens != self.ignored_id
+        if self.mask:
+            counts &= self.read_mask(start, count) == 1
+        return Window(tokens, counts)
+
+    def read_mask(self, start: int, count: int) -> np.ndarray:
+        """Return the bytes (count,) of the mask. Raises OSError as read() does."""
+        return self.read_array(self.mask, np.dtype("u1"), start, count)
+
+    def read_array(self, path: Path, dtype: np.dtype, start: int, count: int) -> np.ndarray:
+        # not a memory map, because a signal kills the process if a mapped file becomes shorter
+        array = np.fromfile(path, dtype, count, offset=start * dtype.itemsize)
+        if len(array) < count:
+            raise OSError(
+                f"--data: {path} has become shorter than the {self.count} tokens that it had"
+            )
+        return array
+
+
+def describe(path: Path, vocab: int = 0) -> TokenFile:
+    """Return what a file of --data holds. A .bin file holds ids, any other file text.
+
+    vocab: the number of ids that the model has, or 0. Raises OSError if a file cannot be read, and
+    ValueError if the ids' width is not certain, or if files that belong together contradict each
+    other.
+    """
+    try:
+        with open(path, "rb") as handle:  # a file that cannot be read fails before any work
+            size = handle.seek(0, os.SEEK_END)
+    except PermissionError as e:
+        raise PermissionError(f"--data: {may_not_read(path)}") from e
+    if path.suffix != ".bin":
+        return TokenFile(path, np.dtype("u1"), size)
+
+    sidecar_path, index_path = Path(f"{path}.json"), path.with_suffix(".idx")
+    sidecar = read_sidecar(sidecar_path)
+    index = read_index(index_path)
+    widths = {}  # where the width stands -> type of an id
+    if sidecar:
+        widths[sidecar_path] = np.dtype(f"<u{sidecar['token_bytes']}")
+    if index:
+        widths[index_path] = index.dtype
+    if not widths:
+        widths[path] = certain_width(path, size, vocab)
+    if len({dtype.itemsize for dtype in widths.values()}) > 1:
+        said = " and ".join(f"{dtype.itemsize} in {file}" for file, dtype in widths.items())
+        raise ValueError(f"--data: {path} has two widths of an id, {said} bytes. Mend one of them")
+
+    dtype = next(iter(widths.values()))
+    count, rest = divmod(size, dtype.itemsize)
+    if rest:
+        raise ValueError(f"--data: {path} is not a whole number of {dtype.itemsize}-byte tokens")
+    if index and count != index.tokens:
+        raise ValueError(f"--data: {path} has {count} tokens, but {index_path} {index.tokens}")
+
+    file = TokenFile(
+        path,
+        dtype,
+        count,
+        sidecar.get("document_token"),
+        sidecar.get("ignore", -1),
+        sidecar.get("vocab", 0),
+    )
+    if sidecar.get("mask"):
+        file = replace(file, mask=find_mask(path, sidecar["mask"], count))
+    if index and file.document_token is None and len(index.ends):
+        # the last token of the first document. check_tokens asks whether it ends all documents
+        last_token = int(file.read(index.ends[0], 1).tokens[0])
+        file = replace(file, document_token=last_token, index=index_path)
+    return file
+
+
+def read_sidecar(path: Path) -> dict:
+    """Return the content of FILE.bin.json, or {} if there is none. Raises ValueError."""
+    try:
+        fields = json.loads(regular(path).read_text())
+        if fields["token_bytes"] not in (2, 4):
+            raise ValueError("token_bytes is neither 2 nor 4")
+        for name, least in (("document_token", -1), ("ignore", -1), ("vocab", 1)):
+            value = fields.get(name, least)
+            if type(value) is not int or not least <= value < 2**32:
+                raise ValueError(f"{name} {value!r} is no number from {least} to 2^32 - 1")
+        if not isinstance(fields.get("mask", ""), str):
+            raise ValueError("mask is no name of a file")
+        return fields
     except FileNotFoundError:
-        return np.dtype("<u2"), -1
+        return {}
     except Exception as e:  # the file may hold anything
         raise ValueError(
-            f'--data: {sidecar} is not of the form {{"token_bytes": 2 or 4, "ignore": '
-            f"ID}}: {type(e).__name__}: {e}"
+            f'--data: {path} is not of the form {{"token_bytes": 2 or 4, "document_token": ID, '
+            '"ignore": ID, "vocab": N, "mask": "NAME.mask"}, where only token_bytes is required: '
+            f"{type(e).__name__}: {e}"
         ) from e
 
 
-@functools.lru_cache(1)
-def epoch_order(seed: int, epoch: int, count: int) -> np.ndarray:
-    """Return the order of windows in an epoch, a permutation of 0 ... count - 1. Only the last one
-    is cached, because a run needs one epoch at a time."""
-    return np.random.default_rng((seed, epoch)).permutation(count)
+def find_mask(path: Path, name: str, count: int) -> Path:
+    """Return the path of a .bin file's mask. Raises ValueError unless it is a file in the same
+    folder, with one byte for each of `count` tokens; OSError if it is a link out of the folder."""
+    mask = path.parent / name
+    if Path(name).name != name or not own_file(mask, path.parent).exists():
+        raise ValueError(
+            f"--data: {path}.json names the mask {name!r}, which is no file in {path.parent}"
+        )
+    size = mask.stat().st_size
+    if size != count:
+        raise ValueError(
+            f"--data: {mask} has {size} bytes, but {path} has {count} tokens. A mask has one byte "
+            "per token"
+        )
+    return mask
+
+
+class MegatronIndex(NamedTuple):
+    """What Megatron-LM's FILE.idx says about FILE.bin."""
+
+    dtype: np.dtype  # of an id
+    tokens: int
+    ends: np.ndarray  # the place of each document's last token, ascending
+
+
+# Megatron's codes of types. Its ids are not negative: unsigned types of the same width read them,
+# and a negative one becomes too large for any vocabulary
+MEGATRON_DTYPES = {1: "u1", 2: "u1", 3: "<u2", 4: "<u4", 5: "<u8", 8: "<u2"}
+
+
+def read_index(path: Path) -> MegatronIndex | None:
+    """Read Megatron-LM's FILE.idx; None if there is no such file. Raises ValueError if the file is
+    none of Megatron's, or is not whole.
+
+    All numbers are little endian. A document has one or several sequences, one after the other:
+
+        bytes             content
+        9                 "MMIDIDX", 0, 0
+        8                 version: 1
+        1                 code of the ids' type
+        8                 S, the number of sequences
+        8                 D, the number of documents, plus 1
+        S int32           tokens of each sequence
+        S int64           first byte of each sequence in FILE.bin
+        D int64           0, and for each document the number of the sequence after it
+        (S int8           in multimodal files)
+    """
+    if not regular(path).exists():
+        return None
+    try:
+        with open(path, "rb") as handle:
+            magic, version, code, sequences, documents = struct.unpack("<9sQBQQ", handle.read(34))
+            if magic != b"MMIDIDX\0\0" or version != 1:
+                raise ValueError("it does not begin with MMIDIDX and version 1")
+            dtype = np.dtype(MEGATRON_DTYPES[code])
+            if path.stat().st_size < 34 + 12 * sequences + 8 * documents:
+                raise ValueError("it is cut off")
+            sizes = np.fromfile(handle, "<i4", sequences).astype(np.int64)
+            first_bytes = np.fromfile(handle, "<i8", sequences)
+            borders = np.fromfile(handle, "<i8", documents)
+    except (KeyError, struct.error, ValueError) as e:
+        raise ValueError(
+            f"--data: {path} is no index of Megatron's: {type(e).__name__}: {e}. Rename it if it "
+            f"does not belong to {path.stem}.bin"
+        ) from e
+
+    bounds = np.concatenate([[0], sizes.cumsum()])  # the first token of each sequence, and the end
+    in_a_row = (sizes >= 0).all() and np.array_equal(first_bytes, bounds[:-1] * dtype.itemsize)
+    ascending = len(borders) and borders[0] == 0 and (np.diff(borders) >= 0).all()
+    if not (in_a_row and ascending and borders[-1] == sequences):
+        raise ValueError(
+            f"--data: {path}: its sequences do not stand one after the other, or its documents do "
+            "not hold all of them. Write the file again"
+        )
+    ends = np.unique(bounds[borders])  # an empty document ends where the one before it does
+    return MegatronIndex(dtype, int(bounds[-1]), ends[ends > 0] - 1)
+
+
+def certain_width(path: Path, size: int, vocab: int) -> np.dtype:
+    """Return the type of the ids in a .bin file that nothing describes: uint16 if it is certain.
+
+    size: of the file, in bytes. vocab: the number of ids that the model has, or 0. A file of 2-byte
+    ids, read as 4-byte ids, has numbers that no tokenizer has:
+
+        bytes             0b 00 0c 00     1f 01 c2 05
+        2-byte ids        11    12        287   1474
+        4-byte ids        786443          96600351
+
+    A file of 4-byte ids, read as 2-byte ids, has small numbers at each second place. So ids are
+    certain to have 2 bytes in three cases: 4 does not divide the size, a 4-byte id is too large, or
+    all 2-byte ids are so small that 4-byte ids could not look like this. Only the first ids are
+    read. Raises ValueError if the width is not certain, or if the file holds no ids at all.
+    """
+    refuse_format(path)
+    with open(path, "rb") as handle:
+        start = handle.read(2 * SCAN_TOKENS)
+    if len(start) >= 64 and b"\0" not in start and is_utf8(start):
+        raise ValueError(
+            f"--data: {path} is text, but files of this ending hold token ids. Name it "
+            f'{path.with_suffix(".txt")}, or write {{"token_bytes": 2}} into {path}.json if it '
+            "does hold ids"
+        )
+    if size % 4 or not size:
+        return np.dtype("<u2")
+
+    pairs = np.frombuffer(start, "<u2", len(start) // 4 * 2).reshape(-1, 2)
+    largest_low, largest_high = pairs.max(0).tolist()
+    largest = int(np.frombuffer(start, "<u4", len(start) // 4).max())
+    limit = max(vocab, MOST_IDS)
+    tiny = limit // 2**16  # the high half of a 4-byte id is at most this
+    all_are_tiny = 0 < largest_high and largest_low < tiny
+    if largest >= limit or all_are_tiny:
+        return np.dtype("<u2")
+    raise ValueError(
+        f"--data: {path} may hold {size // 2} ids of 2 bytes, whose largest is "
+        f"{max(largest_low, largest_high)}, or {size // 4} ids of 4 bytes, whose largest is "
+        f"{largest}, and nothing says which. Write one line into {path}.json: "
+        '{"token_bytes": 2} or {"token_bytes": 4}'
+    )
+
+
+def is_utf8(start: bytes) -> bool:
+    """Return whether a file that begins with these bytes may be UTF-8 text."""
+    try:
+        codecs.getincrementaldecoder("utf-8")().decode(start)
+        return True
+    except UnicodeDecodeError:
+        return False
+
+
+class Corpus:
+    """The tokens of one or many files as one long row. They are not kept in memory: each read()
+    reads the files."""
+
+    def __init__(self, files: list[TokenFile]):
+        self.files = files
+        # the first token of each file, and the end of the last one
+        self.bounds = [0, *itertools.accumulate(file.count for file in files)]
+
+    def __len__(self) -> int:
+        return self.bounds[-1]
+
+    def read(self, start: int, stop: int) -> Window:
+        """Return the tokens start ... stop - 1. Raises OSError if a file has become shorter."""
+        parts = []
+        i = bisect.bisect_right(self.bounds, start) - 1  # the file that holds start
+        while start < stop:
+            begin, end = self.bounds[i : i + 2]
+            count = min(stop, end) - start
+            parts.append(self.files[i].read(start - begin, count))
+            start += count
+            i += 1
+        return Window(*map(np.concatenate, zip(*parts)))
+
+
+def open_corpus(
+    data: str, vocab: int = 0, leave_out: Iterable[str | Path] = ()
+) -> tuple[Corpus, Corpus | None]:
+    """Return the corpus of one source of --data, and the corpus of its val.bin, or None if it has
+    no val.bin. vocab: of describe. leave_out: of find_files. Raises OSError or ValueError."""
+    train, val = find_files(data, leave_out)
+    corpus = Corpus([describe(file, vocab) for file in train])
+    return corpus, Corpus([describe(file, vocab) for file in val]) if val else None
+
+
+def choose_document_token(corpora: list[Corpus], flag: int | None) -> int:
+    """Return the id with which the documents of --data end; -1: none, so attention crosses them.
+
+    flag: --document-token, or None if it is auto. It decides only if the files do not say it, or if
+    it is -1. Raises ValueError if it contradicts the files, or if files contradict each other.
+    """
+    # document token -> a file that says so
+    files = {file.document_token: file for corpus in corpora for file in corpus.files}
+    if flag == -1:
+        return -1
+    if flag is not None:
+        for token, file in files.items():
+            if token not in (None, flag):
+                ends = "have no end token" if token == -1 else f"end with token {token}"
+                raise ValueError(
+                    f"--document-token {flag} contradicts {file.path}, whose documents {ends}. "
+                    "Pass --document-token auto, or -1 to let attention cross documents"
+                )
+        return flag
+    if len(files) > 1:
+        said = ", ".join(
+            f"{'nothing' if token is None else token} in {file.path}"
+            for token, file in files.items()
+        )
+        raise ValueError(
+            f"--data: its files must end documents with the same token, but document_token is "
+            f"{said}. Write the same one into FILE.bin.json beside each"
+        )
+    (token,) = files
+    return -1 if token is None else token
+
+
+def check_apart(corpora: list[Corpus]) -> None:
+    """Raise ValueError if a file is in two sources. What one source holds out for validation, the
+    other one would train on."""
+    found = {}  # real path -> the name by which it was found
+    for file in [file for corpus in corpora for file in corpus.files]:
+        first = found.setdefault(file.path.resolve(), file.path)
+        if first is not file.path:
+            raise ValueError(
+                f"--data: two sources have the same file, {first} and {file.path}. Then one would "
+                "train on what the other one holds out for validation"
+            )
+
+
+def check_same_ids(corpora: list[Corpus], vocab: int) -> None:
+    """Raise ValueError unless all files have ids of one tokenizer, which the model also has. vocab:
+    the number of the model's ids."""
+    files = [file for corpus in corpora for file in corpus.files]
+    texts = [file for file in files if file.is_text]
+    said = {file.vocab: file for file in files if file.vocab}
+    for file in files:
+        if file.vocab > vocab:
+            raise ValueError(
+                f"--data: {file.path} has ids of a tokenizer with {file.vocab} ids, but the model "
+                f"has only {vocab}. Take another model or tokenizer"
+            )
+        if texts and not file.is_text and file.vocab != 256:
+            raise ValueError(
+                f"--data: {file.path} has token ids, but {texts[0].path} is text, whose tokens are "
+                "bytes. Pass --tokenizer with the folder of the tokenizer that wrote the ids"
+            )
+    if len(said) > 1:
+        both = " and ".join(f"{vocab} ids in {file.path}" for vocab, file in said.items())
+        raise ValueError(f"--data: its files are of different tokenizers: {both}")
+
+
+def check_tokens(
+    corpora: list[Corpus], vocab: int, rank: int, world: int, with_documents: bool = True
+) -> None:
+    """Raise ValueError if a token has no row in the embedding, if a text is no text, if a mask has
+    other values than 0 and 1, or if Megatron's documents do not end with one token.
+
+    with_documents: whether attention stays inside documents; otherwise their ends do not matter.
+    The ranks share the work: of `world` ranks, each reads every world-th text, or block of
+    SCAN_TOKENS ids.
+    """
+    numbers = itertools.count()
+    for file in [file for corpus in corpora for file in corpus.files]:
+        if file.is_text:
+            if next(numbers) % world == rank:
+                check_text(file.path, vocab)
+            continue
+
+        ends = read_index(file.index).ends if file.index and with_documents else None
+        all_fit = vocab > np.iinfo(file.dtype).max  # no token of this type can be too large
+        if all_fit and ends is None and not file.mask:
+            continue
+        for start in range(0, file.count, SCAN_TOKENS):
+            if next(numbers) % world == rank:
+                check_block(file, start, vocab, ends)
+
+
+def check_block(file: TokenFile, start: int, vocab: int, ends: np.ndarray | None) -> None:
+    """Do the work of check_tokens for SCAN_TOKENS ids of a file. ends: MegatronIndex.ends."""
+    count = min(SCAN_TOKENS, file.count - start)
+    tokens = file.read_array(file.path, file.dtype, start, count)
+    largest = tokens.argmax()
+    if tokens[largest] >= vocab:
+        raise ValueError(
+            f"--data: token {start + largest} of {file.path} is {tokens[largest]}, but the model's "
+            f"vocabulary ends at {vocab - 1}; use another model or tokenizer, or another "
+            "token_bytes in FILE.bin.json"
+        )
+
+    if file.mask:
+        values = file.read_mask(start, count)
+        wrong = values.argmax()
+        if values[wrong] > 1:
+            raise ValueError(
+                f"--data: byte {start + wrong} of {file.mask} is {values[wrong]}. A mask has only "
+                "1 (the token counts as a label) and 0"
+            )
+
+    if ends is not None:
+        first, stop = np.searchsorted(ends, [start, start + count])
+        found = start + np.flatnonzero(tokens == file.document_token)
+        differing = np.setxor1d(found, ends[first:stop], assume_unique=True)
+        if len(differing):
+            at = differing[0]
+            where = "inside a document" if at in found else "not at the end of a document"
+            raise ValueError(
+                f"--data: the first document of {file.path} ends with token {file.document_token}, "
+                f"but at token {at} it is {where}, as {file.index.name} says. So attention "
+                "cannot stay inside documents: pass --document-token -1 to let it cross them"
+            )
+
+
+def fingerprint(corpora: list[Corpus]) -> dict[str, int]:
+    """Return the number of data files, and a checksum of what describe() says about them. train.py
+    compares both between ranks, and with the checkpoint that a run resumes."""
+    files = [
+        (file.path.name, file.dtype.str, file.count, file.ignored_id, file.mask and file.mask.name)
+        for corpus in corpora
+        for file in corpus.files
+    ]
+    return {"files": len(files), "crc32": zlib.crc32(repr(files).encode())}
+
+
+# ---------------------------------------------------------------------------- sequences
 
 
 @dataclass(frozen=True)
@@ -279,16 +861,25 @@ class Sequences:
     seq: int  # T
     seed: int  # of the order of the windows
     ahead: int = 1  # labels per token: 1 is the next token, n are the next n tokens
+    # epoch -> order of its windows. Only the last epoch is kept: a run needs one at a time
+    orders: dict[int, np.ndarray] = field(default_factory=dict, compare=False, repr=False)
 
-    def window(self, i: int) -> np.ndarray:
-        """Return window i, (T + ahead,) or fewer tokens, in the order of the corpus."""
+    def order(self, epoch: int) -> np.ndarray:
+        """Return the order of the windows in an epoch, a permutation of 0 ... count - 1."""
+        if epoch not in self.orders:
+            self.orders.clear()
+            self.orders[epoch] = np.random.default_rng((self.seed, epoch)).permutation(self.count)
+        return self.orders[epoch]
+
+    def window(self, i: int) -> Window:
+        """Return window i, T + ahead or fewer tokens, in the order of the corpus."""
         start = self.first + i * self.seq
         return self.corpus.read(start, min(start + self.seq + self.ahead, len(self.corpus)))
 
-    def sample(self, i: int) -> np.ndarray:
+    def sample(self, i: int) -> Window:
         """Return sample i, counted since step 0: a window. Each epoch has each window once."""
         epoch, position = divmod(i, self.count)
-        return self.window(epoch_order(self.seed, epoch, self.count)[position])
+        return self.window(self.order(epoch)[position])
 
 
 def split(
@@ -322,76 +913,147 @@ def split(
     return train, Sequences(val, 0, (len(val) - 1) // seq, seq, seed, ahead)
 
 
-def check_tokens(corpora: list[Corpus], vocab: int, rank: int, world: int) -> None:
-    """Raise ValueError if a token has no row in the embedding. The ranks share the work: of `world`
-    ranks, each reads every world-th block of SCAN_TOKENS tokens."""
-    for corpus in corpora:
-        if vocab > np.iinfo(corpus.dtype).max:  # no token of this type can be too large
-            continue
-        for start in range(rank * SCAN_TOKENS, len(corpus), world * SCAN_TOKENS):
-            tokens = corpus.read(start, min(start + SCAN_TOKENS, len(corpus)))
-            largest = tokens.argmax()
-            if tokens[largest] >= vocab:
-                raise ValueError(
-                    f"--data: token {start + largest} is {tokens[largest]}, but the model's "
-                    f"vocabulary ends at {vocab - 1}; use another model or tokenizer, or another "
-                    "token_bytes in FILE.bin.json"
-                )
+def block_shares(sources: list[Share]) -> list[int]:
+    """Return how many of MIX_BLOCK samples each source gets: its weight's part, rounded so that
+    they sum up to MIX_BLOCK (the largest remainders are rounded up). Raises ValueError if a source
+    gets none."""
+    total = math.fsum(source.weight for source in sources)
+    quotas = [MIX_BLOCK * (source.weight / total) for source in sources]
+    shares = [math.floor(quota) for quota in quotas]
+    by_remainder = sorted(range(len(sources)), key=lambda k: shares[k] - quotas[k])
+    for k in by_remainder[: MIX_BLOCK - sum(shares)]:
+        shares[k] += 1
+    for source, share in zip(sources, shares):
+        if not share:
+            raise ValueError(
+                f"--data: the weight {source.weight:g} of {source.path} is less than a thousandth "
+                f"of all weights, {total:g}. Give it at least {total / MIX_BLOCK:g}"
+            )
+    return shares
 
 
-def fingerprint(corpora: list[Corpus]) -> dict[str, int]:
-    """Return the number of data files, and a checksum of their names and sizes. train.py compares
-    both between ranks, and with the checkpoint that a run resumes."""
-    files = [(file.name, file.stat().st_size) for corpus in corpora for file in corpus.files]
-    return {"files": len(files), "crc32": zlib.crc32(repr(files).encode())}
+@dataclass(frozen=True)
+class Mixture:
+    """The sequences of one or several sources, mixed by weight.
+
+    Of each MIX_BLOCK samples, source k has shares[k], spread evenly. Which source sample i is from,
+    and which of this source's samples it is, depends on i and the shares only. Example, with blocks
+    of 4 samples and the shares 3 and 1:
+
+        i         0  1  2  3    4  5  6  7
+        source    0  0  1  0    0  0  1  0
+        sample    0  1  0  2    3  4  1  5
+
+    Each source has its own epochs: one that ends begins again, in a new order. If a resumed run has
+    other weights, each source goes on where a run with these weights would be: some of its samples
+    are skipped or drawn again.
+    """
+
+    sources: tuple[Sequences, ...]
+    shares: tuple[int, ...]
+
+    @functools.cached_property
+    def block(self) -> tuple[np.ndarray, np.ndarray]:
+        """Which source each sample of a block is from, and how many samples of this source come
+        before it in the block."""
+        source = np.repeat(np.arange(len(self.shares)), self.shares)
+        before = np.concatenate([np.arange(share) for share in self.shares])
+        # source k's samples stand in the middles of shares[k] equal parts of the block
+        order = ((before + 0.5) / np.array(self.shares)[source]).argsort(kind="stable")
+        return source[order], before[order]
+
+    @property
+    def count(self) -> int:
+        """How many samples it takes until each window of each source has been drawn."""
+        counts = zip(self.sources, self.shares)
+        return max(math.ceil(source.count * sum(self.shares) / share) for source, share in counts)
+
+    def place(self, i: int) -> tuple[int, int]:
+        """Return the source of sample i, and which of the source's samples it is."""
+        source, before = self.block
+        number, position = divmod(i, len(source))
+        k = int(source[position])
+        return k, number * self.shares[k] + int(before[position])
+
+    def sample(self, i: int) -> Window:
+        """Return sample i, counted since step 0."""
+        k, number = self.place(i)
+        return self.sources[k].sample(number)
+
+    def window(self, i: int) -> Window:
+        """Return window i, where the sources' windows keep their order. For validation."""
+        k, number = self.place(i)
+        return self.sources[k].window(number % self.sources[k].count)
+
+    def epochs(self, samples: int) -> list[float]:
+        """Return how often each source's windows are drawn in so many samples."""
+        drawn = [samples * share / sum(self.shares) for share in self.shares]
+        return [count / source.count for count, source in zip(drawn, self.sources)]
 
 
 # ---------------------------------------------------------------------------- text to tokens
 
 
-def tokenise(data: str, folder: str, cache: Path) -> tuple[str, int]:
-    """Tokenise the text files of --data into one .bin file in the folder `cache`.
+def tokenise(
+    data: str,
+    folder: str,
+    cache: Path,
+    document_token: int | None = None,
+    special_tokens: bool = False,
+    vocab: int = 0,
+    leave_out: Iterable[str | Path] = (),
+) -> tuple[str, int]:
+    """Tokenise the text files of a source of --data into one .bin file in the folder `cache`.
 
     Returns the path of the .bin file, and the id that is written after each text file: the
-    tokenizer's eos_token. If --data has .bin files already, returns --data and -1.
+    tokenizer's end token. If the source has .bin files already, returns its path and -1.
 
-    folder: a Hugging Face folder with tokenizer.json and tokenizer_config.json. The name of the
-    .bin file is a checksum of the tokenizer and of the text files' names, sizes and times, so a
-    later run with the same ones finds it. Raises ValueError or OSError; then no new file is left in
-    `cache`.
+    folder           a Hugging Face folder with tokenizer.json; see end_token
+    document_token   --document-token: the id to write if the tokenizer has no end token; None: auto
+    special_tokens   whether text that spells a special token becomes this token
+    vocab            the number of ids that the model has; 0: not checked
+    leave_out        of find_files
+
+    The name of the .bin file is a checksum of the tokenizer, these choices, and the text files'
+    names, sizes and times, so a later run with the same ones finds it. Raises ValueError or
+    OSError; then no new file is left in `cache`.
 
     Files may be larger than memory, because text is read in segments. A segment ends at the end of
     a line, or inside a line that is longer than SEGMENT_CHARS. The tokenizer sees each segment by
     itself, which has two effects: blank lines that would be one token may become two, and a
     tokenizer that puts a space before each text puts one before each segment.
     """
-    from tokenizers import Tokenizer
     from tqdm import tqdm
 
-    files, val = find_files(data)
+    files, val = find_files(data, leave_out)
     if any(file.suffix == ".bin" for file in files + val):
         return data, -1
-    try:
-        root = Path(folder)
-        tokenizer = Tokenizer.from_file(str(own_file(root / "tokenizer.json", root)))
-        config = json.loads(own_file(root / "tokenizer_config.json", root).read_text())
-        eos_token = config["eos_token"]
-        if isinstance(eos_token, dict):
-            eos_token = eos_token["content"]
-        eos_id = tokenizer.get_vocab()[eos_token]
-    except Exception as e:  # the library raises no narrower class
+    for file in files:
+        refuse_format(file)
+    tokenizer = open_tokenizer(folder, vocab)
+    ids = max(tokenizer.get_vocab().values()) + 1
+    end_id = end_token(folder, tokenizer)
+    if end_id is None:
+        end_id = document_token
+    if end_id is None:
         raise ValueError(
-            f"--tokenizer {folder}: the folder has no tokenizer.json that can be read, with the "
-            f"eos_token of tokenizer_config.json: {type(e).__name__}: {e}"
-        ) from e
-    tokenizer.no_truncation()  # some tokenizer.json files ask for it
-    tokenizer.no_padding()
+            f"--tokenizer {folder}: it has no end token: no eos_token in tokenizer_config.json or "
+            "special_tokens_map.json, and no eos_token_id in generation_config.json or "
+            "config.json. Name the id that shall end documents: --document-token ID"
+        )
+    if document_token not in (None, -1, end_id):
+        raise ValueError(
+            f"--document-token {document_token} contradicts --tokenizer {folder}, which ends texts "
+            f"with token {end_id}. Pass --document-token auto, or -1 to let attention cross "
+            "documents"
+        )
+    tokenizer.encode_special_tokens = not special_tokens  # True: it encodes them as ordinary text
 
     stats = [(str(f), f.stat().st_size, f.stat().st_mtime_ns) for f in files]
-    key = repr((tokenizer.to_str(), eos_id, stats))
+    key = repr((tokenizer.to_str(), end_id, special_tokens, stats))
     path = cache / f"{zlib.crc32(key.encode()):08x}.bin"
     if path.exists():
-        return str(path), eos_id
+        return str(path), end_id
 
     if cache.is_symlink():
         raise OSError(f"{cache} is a link, through which nothing is written. Remove the link")
@@ -401,21 +1063,92 @@ def tokenise(data: str, folder: str, cache: Path) -> tuple[str, int]:
     segments = read_segments(files)
     size = sum(size for _, size, _ in stats)
     progress = tqdm(total=size, unit="B", unit_scale=True, mininterval=2)
+    end = [] if end_id == -1 else [end_id]
     try:
         with progress, open(writing, "xb") as out:
             # the tokenizer's threads share the 64 segments of a batch
             while batch := list(itertools.islice(segments, 64)):
                 encoded = tokenizer.encode_batch_fast(batch, add_special_tokens=False)
                 # an empty segment stands for the end of a file
-                rows = [e.ids if text else [eos_id] for text, e in zip(batch, encoded)]
-                np.concatenate(rows).astype("<u4").tofile(out)
+                rows = [e.ids if text else end for text, e in zip(batch, encoded)]
+                ids_of_batch = np.concatenate(rows).astype("<u4")
+                if not special_tokens and (ids_of_batch == end_id).sum() > batch.count(""):
+                    raise ValueError(
+                        f"--data {data}: a text spells token {end_id}, which ends documents. Pass "
+                        "--special-tokens if documents shall end there, too"
+                    )
+                ids_of_batch.tofile(out)
                 progress.update(sum(len(text.encode()) for text in batch))
-        sidecar = Path(f"{path}.json")
-        replace_file(sidecar, lambda new: new.write_text('{"token_bytes": 4}\n'))
+        said = json.dumps({"token_bytes": 4, "document_token": end_id, "vocab": ids})
+        replace_file(Path(f"{path}.json"), lambda new: new.write_text(said + "\n"))
         os.replace(writing, path)  # last, so that a file of this name is always complete
     finally:
         writing.unlink(missing_ok=True)
-    return str(path), eos_id
+    return str(path), end_id
+
+
+def open_tokenizer(folder: str, vocab: int = 0):
+    """Return the tokenizer of a Hugging Face folder, a tokenizers.Tokenizer. vocab: the number of
+    ids that the model has; 0: not checked. Raises ValueError."""
+    from tokenizers import Tokenizer
+
+    try:
+        root = Path(folder)
+        tokenizer = Tokenizer.from_file(str(own_file(root / "tokenizer.json", root)))
+    except Exception as e:  # the library raises no narrower class
+        raise ValueError(
+            f"--tokenizer {folder}: the folder has no tokenizer.json that can be read: "
+            f"{type(e).__name__}: {e}"
+        ) from e
+    tokenizer.no_truncation()  # some tokenizer.json files ask for it
+    tokenizer.no_padding()
+    ids = max(tokenizer.get_vocab().values(), default=-1) + 1
+    if not ids:
+        raise ValueError(f"--tokenizer {folder}: its tokenizer.json has no tokens")
+    if vocab and ids > vocab:
+        raise ValueError(
+            f"--tokenizer {folder}: it has {ids} ids, but the model has only {vocab}. Take another "
+            "model or tokenizer"
+        )
+    return tokenizer
+
+
+def end_token(folder: str, tokenizer) -> int | None:
+    """Return the id of a tokenizer's end token, or None if it has none. Raises ValueError.
+
+    It stands where transformers looks for it: eos_token in tokenizer_config.json, which is a text
+    or has a `content`. Files of before 2023, without added_tokens_decoder, may also have it in
+    special_tokens_map.json, which takes precedence. If a tokenizer has no eos_token, the model's
+    eos_token_id counts, an id or a list, whose first id it is.
+    """
+    root = Path(folder)
+
+    def read(name: str) -> dict:
+        try:
+            return json.loads(own_file(root / name, root).read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            return {}
+
+    try:
+        config = read("tokenizer_config.json")
+        if "added_tokens_decoder" not in config:
+            config |= read("special_tokens_map.json")
+        token = config.get("eos_token")
+        if isinstance(token, dict):
+            token = token["content"]
+        if token is not None:
+            return tokenizer.get_vocab()[token]
+        for name in ("generation_config.json", "config.json"):
+            ids = read(name).get("eos_token_id")
+            if ids not in (None, []):
+                return int(ids[0] if isinstance(ids, list) else ids)
+    except Exception as e:  # files may hold anything
+        raise ValueError(
+            f"--tokenizer {folder}: its end token cannot be read from the eos_token of "
+            f"tokenizer_config.json or special_tokens_map.json, or the eos_token_id of "
+            f"generation_config.json or config.json: {type(e).__name__}: {e}"
+        ) from e
+    return None
 
 
 def read_segments(files: list[Path]) -> Iterator[str]:
@@ -426,10 +1159,11 @@ def read_segments(files: list[Path]) -> Iterator[str]:
         try:
             with open(file, encoding="utf-8", newline="") as text:
                 while segment := text.read(SEGMENT_CHARS):
-                    yield segment + text.readline(SEGMENT_CHARS)
-        except UnicodeDecodeError as e:
-            raise ValueError(
-                f"--data: {file} is not UTF-8 text: {e}. Without --tokenizer, any file is read as "
-                "bytes"
-            ) from None
+                    segment += text.readline(SEGMENT_CHARS)
+                    if "\0" in segment:
+                        check_text(file)  # says where
+                    yield segment
+        except UnicodeDecodeError:
+            check_text(file)  # says where
+            raise
         yield ""

@@ -262,8 +262,9 @@ class Constraints:
         "OUT/tokens.")
     document_token: Count = flag(
         None, "Id of the token that ends a document. Attention stays inside documents, and the "
-        "token after a document's end is no label. -1: none. auto: the token with which "
-        "--tokenizer ends texts, or none without a tokenizer.", -1, 2**32)
+        "token after a document's end is no label. -1: attention crosses documents. auto: the "
+        "token with which --tokenizer ends texts, or which the .bin files name, else -1.",
+        -1, 2**32)
     attention: str = flag("auto", "Attention kernel: auto, fa4, cudnn, flash or cpu.")
     dtype: str = flag("bf16", "Dtype of parameters and activations.", among=DTYPES)
     p: Count = flag(

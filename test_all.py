@@ -68,6 +68,7 @@ from torch.distributed.elastic.utils.distributed import get_free_port
 import attention
 import checkpoint
 import costs
+import data
 import examples.alibi  # noqa: F401  (it adds a row to attention.KERNELS)
 import hf
 import model as m
@@ -319,6 +320,12 @@ def make_sample(i: int) -> np.ndarray:
     return ids
 
 
+def make_window(i: int) -> data.Window:
+    """Return sample i as the data give it: IGNORED_TOKEN does not count as a label."""
+    ids = make_sample(i)
+    return data.Window(ids, ids != IGNORED_TOKEN)
+
+
 @functools.cache
 def reference_steps(
     model: str, block: str, optimizer: str, documents: tuple[int, ...], kernel: str = "cpu"
@@ -543,8 +550,7 @@ def make_run(case: dict, groups: dict, stream_class: type) -> tuple:
         device,
         case["kernel"],
         plan,
-        training=SimpleNamespace(sample=make_sample),
-        ignored_id=IGNORED_TOKEN,
+        training=SimpleNamespace(sample=make_window),
     )
     m.Block = {"fork": ForkBlock, "gated": GatedBlock}.get(case["block"], Block)
     process_groups = groups_of(plan, groups)

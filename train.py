@@ -48,7 +48,7 @@ rank, B sequences per micro-batch, b = M * B sequences per rank, T tokens per se
 on a rank, and n of these between matrix products: T/sp, or T/sp/tp if the tensor-parallel mode
 splits tokens.
 
-Left out: several data sets with weights, generation.
+Left out: generation.
 """
 
 import contextlib
@@ -95,12 +95,17 @@ from attention import (
     sequence_positions,
 )
 from data import (
-    Sequences,
+    Mixture,
+    block_shares,
+    check_apart,
+    check_same_ids,
     check_tokens,
+    choose_document_token,
     fingerprint,
     open_corpus,
     open_to_append,
     own_or_absent,
+    parse_mixture,
     replace_file,
     split,
     tokenise,
@@ -193,10 +198,13 @@ class Config(Constraints):
     data: str = flag(
         "stdlib", "Training data: stdlib (the sources of Python's library), a text file, a .bin "
         "file of token ids, or a folder of texts or of .bin files, of which val.bin is for "
-        "validation. Without --tokenizer the bytes of a text are its tokens. Ids have 2 bytes "
-        "each, unless "
-        'FILE.bin.json says otherwise: {"token_bytes": 4, "ignore": 0} means 4 bytes each, and '
-        "that token 0 is never a label.")
+        "validation. A list such as a.bin:0.7,b.bin:0.3 mixes several of them by weight. Without "
+        "--tokenizer the bytes of a text are its tokens. FILE.bin.json says what FILE.bin holds: "
+        '{"token_bytes": 4, "document_token": 2, "ignore": 0} means that ids have 4 bytes, that '
+        "token 2 ends documents, and that token 0 is never a label.")
+    special_tokens: bool = flag(
+        False, "Text that spells a special token of --tokenizer, such as <|endoftext|>, becomes "
+        "this token. Otherwise it is text like any other.")
     seq: int | None = flag(
         None, "Tokens per sequence. auto: 256 for tiny, else 4096.", 1, 2**40)
     steps: int = flag(
@@ -383,9 +391,8 @@ class Run:
     kernel: str  # the name of an attention kernel
     plan: costs.Plan
     hardware: Hardware | None = None  # the cluster that the plan is for
-    training: Sequences | None = None
-    validation: Sequences | None = None
-    ignored_id: int = -1  # a token that is never a label, as FILE.bin.json says; -1: none
+    training: Mixture | None = None
+    validation: Mixture | None = None
     start_step: int = 0  # steps that were done before this command ...
     start_samples: int = 0  # ... and the sequences that they have seen
     meta: dict | None = None  # what meta.json of each checkpoint says: flags, model, config.json
@@ -564,33 +571,55 @@ def open_data(cfg: Config, model: ModelConfig) -> tuple:
     With --tokenizer, rank 0 writes the tokens of the text unless an earlier run has done so. The
     other ranks wait, which may take hours. Raises ConfigError. A collective of all ranks.
     """
-    path, document_token = cfg.data, -1
+    shares = all_or_none(parse_mixture, cfg.data)
+    paths = [share.path for share in shares]
+    own_folders = [folder for folder in (cfg.out, cfg.export) if folder]  # they are no data
     if cfg.tokenizer:
         # patient_group has no time-out. If rank 0 dies, its connections close and end the others
-        path, document_token = on_rank_0(
-            tokenise, cfg.data, cfg.tokenizer, Path(cfg.out) / "tokens", group=patient_group()
-        )
-    if cfg.document_token is None:
-        cfg = replace(cfg, document_token=document_token)
+        group = patient_group()
+        for i, path in enumerate(paths):
+            paths[i], _ = on_rank_0(
+                tokenise,
+                path,
+                cfg.tokenizer,
+                Path(cfg.out) / "tokens",
+                cfg.document_token,
+                cfg.special_tokens,
+                model.vocab,
+                own_folders,
+                group=group,
+            )
 
-    if cfg.document_token >= model.vocab:
+    def open_all():
+        # (training, validation or None) of each source
+        opened = [open_corpus(path, model.vocab, own_folders) for path in paths]
+        corpora = [corpus for both in opened for corpus in both if corpus]
+        check_apart(corpora)
+        check_same_ids(corpora, model.vocab)
+        return opened, corpora, choose_document_token(corpora, cfg.document_token)
+
+    opened, corpora, document_token = all_or_none(open_all)
+    cfg = replace(cfg, document_token=document_token)
+    if document_token >= model.vocab:
         raise ConfigError(
-            f"--document-token {cfg.document_token}: the model's vocabulary ends at token "
+            f"--document-token {document_token}: the model's vocabulary ends at token "
             f"{model.vocab - 1}"
         )
-    if cfg.document_token >= 0 and cfg.memplan == "on":
+    with_documents = document_token >= 0
+    if with_documents and cfg.memplan == "on":
         raise ConfigError(
             "--memplan on cannot plan steps with documents, because the tensors of a step differ "
             "with each batch's documents. Pass --memplan off, or --document-token -1"
         )
 
     def read():
-        train_corpus, val_corpus = open_corpus(path)
-        corpora = [corpus for corpus in (train_corpus, val_corpus) if corpus]  # no val.bin: None
-        check_tokens(corpora, model.vocab, dist.get_rank(), dist.get_world_size())
-        training, validation = split(
-            train_corpus, val_corpus, cfg.seq, cfg.seed, LLaMA.labels_ahead
-        )
+        check_tokens(corpora, model.vocab, dist.get_rank(), dist.get_world_size(), with_documents)
+        pairs = [
+            split(corpus, val_corpus, cfg.seq, cfg.seed, LLaMA.labels_ahead)
+            for corpus, val_corpus in opened
+        ]
+        numbers = tuple(block_shares(shares))
+        training, validation = (Mixture(sources, numbers) for sources in zip(*pairs))
         return training, validation, fingerprint(corpora)
 
     training, validation, data_fingerprint = all_or_none(read)
@@ -740,7 +769,6 @@ def configure(command_flags: dict, local_rank: int) -> Run:
         hardware=cluster,
         training=training,
         validation=validation,
-        ignored_id=training.corpus.ignored_id,
         start_step=start_step,
         start_samples=start_samples,
         meta={"config": config, "model": asdict(model), "source": source},
@@ -782,11 +810,36 @@ def print_run(run: Run, plans: list[costs.Plan]) -> None:
     documents = ""
     if cfg.document_token >= 0:
         documents = f"; documents end with token {cfg.document_token}"
-    print0(
-        f"data {cfg.data}: {len(run.training.corpus):,} tokens, {run.training.count:,} training "
-        f"and {run.validation.count:,} validation sequences{documents}"
-    )
+    print0(f"data {cfg.data}: {describe_sources(run, range(len(run.training.sources)))}{documents}")
+    print_mixture(run)
     print_plan(run, plans[1:] if cfg.dry_run else plans[1:2])
+
+
+def describe_sources(run: Run, numbers: Iterable[int]) -> str:
+    """Return how much data the sources of these numbers have."""
+    training = [run.training.sources[k] for k in numbers]
+    validation = [run.validation.sources[k] for k in numbers]
+    return (
+        f"{sum(len(source.corpus) for source in training):,} tokens, "
+        f"{sum(source.count for source in training):,} training and "
+        f"{sum(source.count for source in validation):,} validation sequences"
+    )
+
+
+def print_mixture(run: Run) -> None:
+    """Print what each source contributes, if there are several, and how many epochs of it the
+    steps take."""
+    cfg = run.cfg
+    if len(run.training.sources) == 1:
+        return
+    samples = run.start_samples + cfg.batch * max(0, cfg.steps - run.start_step)
+    epochs = run.training.epochs(samples)
+    for k, (path, _) in enumerate(parse_mixture(cfg.data)):
+        part = run.training.shares[k] / sum(run.training.shares)
+        print0(
+            f"source {path}: {part:.1%} of the samples; {describe_sources(run, [k])}; "
+            f"{epochs[k]:.2f} epochs until step {cfg.steps}"
+        )
 
 
 def print_plan(run: Run, other_plans: Sequence[costs.Plan] = ()) -> None:
@@ -1108,8 +1161,8 @@ def load_batch(run: Run, first: int, read: Callable | None = None, count: int = 
 
     Only a sequence's number decides its tokens, so a resumed run continues in the same order.
 
-    read    read(i) returns sequence i, (T + labels_ahead,) tokens or fewer, or IGNORE for a blank
-            one; by default it reads training sample i
+    read    read(i) returns sequence i, a data.Window of T + labels_ahead tokens or fewer, or None
+            for a blank one; by default it reads training sample i
     count   sequences on all data-parallel ranks together; 0: as many as a step has
 
     Example: dp=2, batch 8, first=16. data_rank 1 gets the sequences 20 to 23.
@@ -1121,13 +1174,13 @@ def load_batch(run: Run, first: int, read: Callable | None = None, count: int = 
     rank_count = (count or plan.batch) // plan.dp  # b
     rank_first = first + run.coordinates.data_rank * rank_count
     numbers = range(rank_first, rank_first + rank_count)
-    windows, read_error = read_windows(run, numbers, read or run.training.sample)
+    windows, counts, read_error = read_windows(run, numbers, read or run.training.sample)
 
     # this rank's part of every sequence: indices (T/sp,), and (n,) between matrix products
     sp_tokens = sequence_positions(plan.seq, plan.sp, plan.ring, run.coordinates.sp_rank)
     own_tokens = select_tp_tokens(run, sp_tokens)
     tokens = windows[:, own_tokens]  # (b, n)
-    labels = make_labels(run, windows, own_tokens)  # (b, n, ahead)
+    labels = make_labels(run, windows, counts, own_tokens)  # (b, n, ahead)
 
     positions, documents = sp_tokens[None], [None]
     if run.cfg.document_token >= 0:
@@ -1144,38 +1197,45 @@ def load_batch(run: Run, first: int, read: Callable | None = None, count: int = 
     return Batch(tokens, labels, positions, scale, documents, keys_seen, read_error)
 
 
-def read_windows(run: Run, numbers: range, read: Callable) -> tuple[Tensor, str]:
-    """Return the sequences of these numbers (b, T + labels_ahead), and the error if one could not
-    be read. Tokens that are missing are IGNORE."""
+def read_windows(run: Run, numbers: range, read: Callable) -> tuple[Tensor, Tensor, str]:
+    """Return the sequences of these numbers (b, T + labels_ahead), which of their tokens count as
+    labels, in the same shape, and the error if a sequence could not be read. Tokens that are
+    missing are IGNORE, and do not count."""
     windows = torch.full((len(numbers), run.plan.seq + LLaMA.labels_ahead), IGNORE)
+    counts = torch.zeros(windows.shape, dtype=torch.bool)
     try:
-        for window, number in zip(windows, numbers):
-            tokens = torch.as_tensor(read(number))
-            window[: tokens.numel()] = tokens
+        for i, number in enumerate(numbers):
+            window = read(number)
+            if window is not None:
+                size = len(window.tokens)
+                windows[i, :size] = torch.as_tensor(window.tokens)
+                counts[i, :size] = torch.as_tensor(window.counts)
     except OSError as e:  # a file has gone, or has become shorter: `train` tells all ranks
-        return windows, str(e)
-    return windows, ""
+        return windows, counts, str(e)
+    return windows, counts, ""
 
 
-def make_labels(run: Run, windows: Tensor, own_tokens: Tensor) -> Tensor:
+def make_labels(run: Run, windows: Tensor, counts: Tensor, own_tokens: Tensor) -> Tensor:
     """Return the labels (b, n, labels_ahead) of this rank's tokens.
 
-    Label i of a token is the token i + 1 places after it. The label is IGNORE in three cases: it is
-    run.ignored_id, it lies in a later document, or this rank's stage is not the last one, which
-    computes the loss. Example, if token 0 ends a document and labels_ahead is 1:
+    Label i of a token is the token i + 1 places after it. The label is IGNORE in three cases: the
+    data say that it does not count (an ignored id, or a mask), it lies in a later document, or this
+    rank's stage is not the last one, which computes the loss. Example, if token 0 ends a document,
+    labels_ahead is 1, and the data say that token 7 does not count:
 
-        tokens   5   6   0        7   8
-        labels   6   0   IGNORE   8   ...
+        tokens   5   6   0        3        7   8
+        labels   6   0   IGNORE   IGNORE   8   ...
     """
     ahead = LLaMA.labels_ahead
     labels = torch.stack([windows[:, own_tokens + 1 + i] for i in range(ahead)], -1)
+    label_counts = torch.stack([counts[:, own_tokens + 1 + i] for i in range(ahead)], -1)
     # whether the token itself, or one between it and its label i, ends a document
     ends_document = torch.stack(
         [windows[:, own_tokens + i] == run.cfg.document_token for i in range(ahead)], -1
     )
     in_next_document = ends_document.cummax(-1).values
     no_loss_here = run.coordinates.stage < run.plan.pp - 1
-    labels[(labels == run.ignored_id) | in_next_document | no_loss_here] = IGNORE
+    labels[~label_counts | in_next_document | no_loss_here] = IGNORE
     return labels
 
 
@@ -1256,8 +1316,8 @@ def evaluate(run: Run, model: LLaMA | Pipeline, stop: "Stop") -> dict:
     count = min(run.validation.count, EVAL_SEQUENCES)
     sequences_at_once = plan.dp * plan.micro_batch
 
-    def read(i):  # IGNORE: a rank for which no sequence is left runs a blank one
-        return run.validation.window(i) if i < count else IGNORE
+    def read(i):  # None: a rank for which no sequence is left runs a blank one
+        return run.validation.window(i) if i < count else None
 
     # (bins, 2): the sum of the losses, and the number of valid labels
     total = torch.zeros(plan.seq.bit_length() + 1, 2, dtype=torch.float64, device=run.device)

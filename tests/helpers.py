@@ -258,13 +258,17 @@ def built(run: train.Run, as_on_gpus=False) -> tuple:
 
 
 def make_tokenizer(folder: Path, text: str, vocab: int = 300) -> None:
-    """Train a byte-level BPE tokenizer on a text, and save it as a Hugging Face folder."""
+    """Train a byte-level BPE tokenizer on a text, and save it as a Hugging Face folder.
+
+    vocab: its number of ids. It has at least one for each byte of the text, and one for "<end>".
+    Up to 256 ids, other bytes have none, so that the tiny model can take them.
+    """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    alphabet = pre_tokenizers.ByteLevel.alphabet() if vocab > 256 else []
     tokenizer.train_from_iterator(
         [text],
         trainers.BpeTrainer(

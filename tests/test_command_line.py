@@ -98,10 +98,10 @@ REFUSED = [
         "locked.txt exists, but user .* may not read it .Permission denied.: it has mode",
     ),
     ("head -c 2001 /dev/zero > a.bin && train.py --data a.bin", "a.bin is not a whole number of 2"),
-    ("train.py --data big.bin", "token 3 is 999.*255"),
+    ("train.py --data big.bin", "token 3 of big.bin is 999.*255"),
     (
         """echo '{"token_bytes": 4}' > big.bin.json && train.py --data big.bin""",
-        f"token 1 is {999 << 16}, .*another token_bytes in FILE.bin.json",
+        f"token 1 of big.bin is {999 << 16}, .*another token_bytes in FILE.bin.json",
     ),
     ("mkfifo big.bin.json && train.py --data big.bin", "big.bin.json is not of the form"),
     ("mkfifo tokenizer.json && train.py --tokenizer .", "tokenizer.json is no regular file"),

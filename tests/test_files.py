@@ -116,7 +116,7 @@ def no_hang():
     "name, says",
     [
         ("text/tokenizer.json", "no tokenizer.json that can be read"),
-        ("text/tokenizer_config.json", "no tokenizer.json that can be read"),
+        ("text/tokenizer_config.json", "its end token cannot be read"),
         ("o/lock", "o/lock is (no regular file|a link)"),
         ("o/log.jsonl", "o/log.jsonl is (no regular file|a link)"),
         ("o/step-00000001/meta.json", "meta.json is no regular file"),
@@ -131,7 +131,7 @@ def test_special_files_block_no_start(make, name, says, tmp_path, no_hang):
 
     Catches a FIFO or a device that a start waits for, or reads without end.
     """
-    make_tokenizer(tmp_path / "text", "one two three\n" * 99)
+    make_tokenizer(tmp_path / "text", "one two three\n" * 99, 20)
     hf_model(tmp_path / "in")
     np.arange(4000, dtype="<u2").tofile(tmp_path / "ids.bin")
     (tmp_path / "ids.bin.json").write_text('{"token_bytes": 2}')
@@ -161,7 +161,7 @@ def test_nothing_is_written_through_a_link(name, tmp_path, no_hang):
     else:
         outside.write_text("precious")
     text = tmp_path / "text"
-    make_tokenizer(text, "one two three\n" * 99, 257)
+    make_tokenizer(text, "one two three\n" * 99, 20)
     (tmp_path / "words.txt").write_text("one two three\n" * 999)
     (tmp_path / "o").mkdir()
     (tmp_path / "o" / name).symlink_to(outside)

@@ -275,7 +275,7 @@ def test_wsd_is_extended_from_before_its_decay(tmp_path, capsys):
 def ids_without_spaces(path: Path) -> Path:
     """Write the standard library's bytes as ids. Spaces (32) are ignored as labels."""
     corpus, _ = data.open_corpus("stdlib")
-    corpus.read(0, 10**6).astype("<u2").tofile(path)
+    corpus.read(0, 10**6).tokens.astype("<u2").tofile(path)
     Path(f"{path}.json").write_text('{"token_bytes": 2, "ignore": 32}')
     return path
 
@@ -297,7 +297,7 @@ def test_eval_of_ranks_equals_one_model(tmp_path):
     assert not list(tmp_path.glob("step-*")) and (tmp_path / "loss.png").exists()
     model = seeded_model(m.MODELS["tiny"])
     _, val = data.split(data.open_corpus(str(tmp_path / "ids.bin"))[0], None, 96, 0)
-    windows = torch.from_numpy(np.stack([val.window(i) for i in range(64)]))
+    windows = torch.from_numpy(np.stack([val.window(i).tokens for i in range(64)]))
     labels = windows[:, 1:]
     want = F.cross_entropy(model(windows[:, :-1]).transpose(1, 2), labels, reduction="none")
     want = want.detach().masked_fill(labels == 32, torch.nan)
