@@ -16,7 +16,7 @@ document (-1: none), vocab the size of the tokenizer. The file of --chat also ha
 
 A document is a plain text file, a line of a JSON Lines file, or a row of a table. Every document,
 even an empty one, is followed by the document token. For example, the lines {"text": "hi"} and
-{"text": "oh you"} become, with the ids of the next example, 4 0 5 6 0.
+{"text": "oh you"} become, with the ids of the next example, 1 7 2 3 7.
 
 With --chat a document is a conversation, and the tokenizer's chat template makes its text. Only the
 assistant's tokens count as labels, with the token that ends the assistant's turn:
@@ -24,7 +24,7 @@ assistant's tokens count as labels, with the token that ends the assistant's tur
     {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "oh you"}]}
 
     text   <|user|>  hi  <|/|>  <|assistant|>  oh  you  <|/|>  <|end|>
-    id        1       4    3          2         5    6     3       0
+    id        8       1   10          9         2    3    10       7
     mask      0       0    0          0         1    1     1       0
 
 The reader cuts the inputs into batches, worker processes turn batches into ids, and this process
@@ -48,7 +48,8 @@ tokenizer that puts a space before each text puts one before each part. Conversa
 Left out: validation files (train.py holds out a twentieth of its data), shuffling, deduplication,
 filters.
 
-Legend: a source is an input file. A chunk is a piece of a source. A batch is a list of chunks.
+Legend: a source is an input file. A chunk is a piece of a source. A batch is a list of
+chunks.
 """
 
 import argparse
@@ -364,30 +365,32 @@ class Chunk(NamedTuple):
 
     content: bytes
     start: Cursor
+    end: Cursor  # where the next chunk begins
     bytes_read: int  # of the file, up to the end of this chunk
     first: bool = True
     last: bool = True
 
 
-class Batch(NamedTuple):
-    chunks: list[Chunk]
-    end: Cursor  # where the next batch begins
-
-
-def read_batches(sources: list[Source], cursor: Cursor, fields: list[str]) -> Iterator[Batch]:
+def read_batches(sources: list[Source], cursor: Cursor, fields: list[str]) -> Iterator[list[Chunk]]:
     """Yield batches of all sources from the cursor on. fields: the fields that documents are made
-    of. Raises ValueError or OSError."""
-    chunks, size = [], 0
-    for index in range(cursor.source, len(sources)):
-        start = cursor if index == cursor.source else Cursor(index)
-        for chunk in READERS[sources[index].kind](sources[index], start, fields):
-            if size and size + len(chunk.content) > BATCH_BYTES or len(chunks) == BATCH_CHUNKS:
-                yield Batch(chunks, chunk.start)
-                chunks, size = [], 0
-            chunks.append(chunk)
-            size += len(chunk.content)
-    if chunks:
-        yield Batch(chunks, Cursor(len(sources)))
+    of. Raises ValueError or OSError, after the batch before the fault."""
+    batch, size = [], 0
+    try:
+        for index in range(cursor.source, len(sources)):
+            start = cursor if index == cursor.source else Cursor(index)
+            for chunk in READERS[sources[index].kind](sources[index], start, fields):
+                too_large = size and size + len(chunk.content) > BATCH_BYTES
+                if too_large or len(batch) == BATCH_CHUNKS:
+                    yield batch
+                    batch, size = [], 0
+                batch.append(chunk)
+                size += len(chunk.content)
+    except (ValueError, OSError):
+        if batch:
+            yield batch
+        raise
+    if batch:
+        yield batch
 
 
 def skip(path: str, stream: BinaryIO, count: int) -> None:
@@ -410,8 +413,11 @@ def read_text(source: Source, start: Cursor, fields: list[str]) -> Iterator[Chun
             rest += stream.read(DOCUMENT_BYTES + 1 - len(rest))
             part = rest[: cut_position(rest)]
             last = len(part) == len(rest)
-            at = Cursor(start.source, position, 0)
-            yield Chunk(part, at, file.tell(), first=position == 0, last=last)
+            at = Cursor(start.source, position)
+            after = Cursor(start.source, position + len(part))
+            if last:
+                after = Cursor(start.source + 1)
+            yield Chunk(part, at, after, file.tell(), first=position == 0, last=last)
             if last:
                 return
             rest = rest[len(part) :]
@@ -454,9 +460,10 @@ def read_lines(source: Source, start: Cursor, fields: list[str]) -> Iterator[Chu
                         f"{LINE_BYTES >> 20} MiB, the most that is read at once"
                     )
                 content += rest
-            yield Chunk(content, Cursor(start.source, position, line), file.tell())
+            at = Cursor(start.source, position, line)
             position += len(content)
             line += content.count(b"\n")
+            yield Chunk(content, at, Cursor(start.source, position, line), file.tell())
 
 
 def read_table(rows: Callable) -> Callable:
@@ -472,8 +479,10 @@ def read_table(rows: Callable) -> Callable:
             for batch, share in records:
                 lines = [json.dumps(record, ensure_ascii=False) + "\n" for record in batch]
                 content = "".join(lines).encode()
-                yield Chunk(content, Cursor(start.source, 0, row), int(share * source.size))
+                at = Cursor(start.source, 0, row)
                 row += len(batch)
+                after = Cursor(start.source, 0, row)
+                yield Chunk(content, at, after, int(share * source.size))
         except Exception as e:  # each library has its own errors; a picture or a date is no text
             if str(e).startswith(source.path):
                 raise
@@ -778,12 +787,9 @@ def find_template(folder: Path) -> str:
 # ---------------------------------------------------------------------------- encoding
 
 
-class TextPart(NamedTuple):
-    """A document's text, or a part of it."""
-
-    text: str
-    first: bool = True
-    last: bool = True
+# A document's text, or a part of it, and whether the document begins and ends with it. There may be
+# millions, so this is a plain tuple.
+TextPart = tuple[str, bool, bool]
 
 
 class Encoder:
@@ -794,6 +800,9 @@ class Encoder:
         self.tokenizer = load_tokenizer(Path(settings.tokenizer))
         self.tokenizer.encode_special_tokens = not (settings.special_tokens or settings.chat)
         self.conversations = Conversations(settings, self.tokenizer) if settings.chat else None
+        added = self.tokenizer.get_added_tokens_decoder().get(settings.end)
+        # if so, no text may have it, unless the command says otherwise
+        self.end_is_special = bool(added and added.special and not settings.special_tokens)
 
     def encode(self, chunks: list[Chunk]) -> tuple[bytes, bytes, int]:
         """Return the ids of a batch, its mask (empty without --chat), and the number of documents
@@ -810,7 +819,7 @@ class Encoder:
         else:
             for group in self.groups(chunks):
                 ids.append(self.encode_texts(group))
-                documents += sum(part.last for part in group)
+                documents += sum(last for _, _, last in group)
         ids = np.concatenate(ids).astype(self.settings.dtype)
         return ids.tobytes(), np.concatenate(mask).tobytes(), documents
 
@@ -820,39 +829,45 @@ class Encoder:
         group, size = [], 0
         for chunk in chunks:
             for part in self.texts(chunk):
-                if group and size + len(part.text) > DOCUMENT_BYTES:
+                if group and size + len(part[0]) > DOCUMENT_BYTES:
                     yield group
                     group, size = [], 0
                 group.append(part)
-                size += len(part.text)
+                size += len(part[0])
         if group:
             yield group
 
     def texts(self, chunk: Chunk) -> Iterator[TextPart]:
         """Yield the texts of a chunk. Raises ValueError."""
         if self.settings.sources[chunk.start.source].kind == "text":
-            yield TextPart(self.decode(chunk), chunk.first, chunk.last)
+            yield self.decode(chunk), chunk.first, chunk.last
             return
         name = self.settings.text_field
         for text in self.each_record(chunk, lambda record: record_text(record, name)):
             if len(text) * 4 <= DOCUMENT_BYTES:  # it is short enough in any encoding
-                yield TextPart(text)
+                yield text, True, True
             else:
                 yield from text_parts(text)
 
     def encode_texts(self, group: list[TextPart]) -> np.ndarray:
         """Return the ids of texts (tokens,), with the tokens that begin and end a document."""
-        texts = [part.text for part in group]
+        texts = [text for text, _, _ in group]
         encodings = self.tokenizer.encode_batch_fast(texts, add_special_tokens=False)
-        bos = self.settings.bos
-        end = [self.settings.end] if self.settings.end >= 0 else []
+        bos, end = self.settings.bos, self.settings.end
         ids = []
-        for (_, first, last), encoding in zip(group, encodings):
+        for (text, first, last), encoding in zip(group, encodings):
+            found = encoding.ids
+            if self.end_is_special and end in found:
+                raise ValueError(
+                    f"the text that begins with {text[:40]!r} spells the document token {end}, and "
+                    "this tokenizer cannot treat that as text. Pass --special-tokens, or another "
+                    "--document-token"
+                )
             if first:
                 ids += bos
-            ids += encoding.ids
-            if last:
-                ids += end
+            ids += found
+            if last and end >= 0:
+                ids.append(end)
         return np.array(ids, dtype=int)
 
     def decode(self, chunk: Chunk) -> str:
@@ -924,7 +939,7 @@ def text_parts(text: str) -> Iterator[TextPart]:
     while start < len(content):
         size = cut_position(content[start : start + DOCUMENT_BYTES + 1])
         end = start + size
-        yield TextPart(content[start:end].decode(), start == 0, end == len(content))
+        yield content[start:end].decode(), start == 0, end == len(content)
         start = end
 
 
@@ -1197,13 +1212,13 @@ def encode_in_worker(chunks: list[Chunk]) -> tuple[bytes, bytes, int]:
     return ENCODER.encode(chunks)
 
 
-def encoded(batches: Iterable[Batch], settings: Settings, workers: int) -> Iterator[tuple]:
+def encoded(batches: Iterable[list[Chunk]], settings: Settings, workers: int) -> Iterator[tuple]:
     """Yield each batch with its ids, mask and number of documents, in order. Raises what the reader
     or a worker raises, whichever comes first in the order of the inputs."""
     if workers == 1:
         encoder = Encoder(settings)
         for batch in batches:
-            yield batch, encoder.encode(batch.chunks)
+            yield batch, encoder.encode(batch)
         return
 
     # A fork of a process with threads may hang, so each worker is a fresh process
@@ -1221,8 +1236,8 @@ def encoded(batches: Iterable[Batch], settings: Settings, workers: int) -> Itera
             except (ValueError, OSError) as e:
                 failure, batch = e, None
             if batch:
-                size = sum(len(chunk.content) for chunk in batch.chunks)
-                waiting.append((batch, size, pool.submit(encode_in_worker, batch.chunks)))
+                size = sum(len(chunk.content) for chunk in batch)
+                waiting.append((batch, size, pool.submit(encode_in_worker, batch)))
                 in_flight += size
             while waiting and (
                 batch is None
@@ -1399,8 +1414,8 @@ def append(settings: Settings, partial: Path, progress: Progress, workers: int) 
             progress.labels += mask.count(1)
             progress.ids_crc32 = zlib.crc32(ids, progress.ids_crc32)
             progress.mask_crc32 = zlib.crc32(mask, progress.mask_crc32)
-            progress.cursor = list(batch.end)
-            done = before[batch.chunks[-1].start.source] + batch.chunks[-1].bytes_read
+            progress.cursor = list(batch[-1].end)
+            done = before[batch[-1].start.source] + batch[-1].bytes_read
             bar.update(done - bar.n)
             if time.monotonic() - saved > COMMIT_SECONDS:
                 commit(settings, partial, progress, files)
