@@ -44,6 +44,7 @@ line of JSON may have at most LINE_BYTES bytes, and several such lines are in me
 A document is tokenised at once if it has at most DOCUMENT_BYTES bytes; then its ids are those of the
 tokenizer for the whole text. A longer document is cut, if possible where a line begins. There a
 tokenizer that puts a space before each text puts one before each part. Conversations are never cut.
+A worker needs up to 0.7 GiB for a document of that size.
 
 Left out: validation files (train.py holds out a twentieth of its data), shuffling, deduplication,
 filters.
@@ -1221,10 +1222,10 @@ def encoded(batches: Iterable[list[Chunk]], settings: Settings, workers: int) ->
             yield batch, encoder.encode(batch)
         return
 
-    # A fork of a process with threads may hang, so each worker is a fresh process
-    pool = ProcessPoolExecutor(
-        workers, multiprocessing.get_context("spawn"), start_worker, (settings,)
-    )
+    # A fork of a process with threads may hang, so workers are forks of a fresh process, which
+    # imports this program once
+    context = multiprocessing.get_context("forkserver")
+    pool = ProcessPoolExecutor(workers, context, start_worker, (settings,))
     waiting = collections.deque()
     in_flight = 0  # bytes
     failure = None
@@ -1610,6 +1611,11 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def one_line(text: str) -> str:
+    """Return a message of a library on one line."""
+    return " ".join(text.split())
+
+
 def main(argv: list[str] | None = None) -> int:
     """Run a command. Return the exit status: 0, or 2 if something cannot be read or written."""
     args = make_parser().parse_args(argv)
@@ -1638,10 +1644,10 @@ def main(argv: list[str] | None = None) -> int:
             reason = f"{out} cannot be written: {e.strerror}. Make space on that disk"
         if outputs_of(out)["partial"].exists():
             reason += ". What is done is kept: start the same command again, and it goes on"
-        print(f"prepare.py: error: {reason}", file=sys.stderr)
+        print(f"prepare.py: error: {one_line(reason)}", file=sys.stderr)
         return 2
     except ValueError as e:
-        print(f"prepare.py: error: {e}", file=sys.stderr)
+        print(f"prepare.py: error: {one_line(str(e))}", file=sys.stderr)
         return 2
 
     text = f"{out}: {written.documents:,} documents, {written.tokens:,} tokens"

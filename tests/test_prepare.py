@@ -237,7 +237,7 @@ def test_prepare_long_documents(tmp_path, monkeypatch):
         assert not ids
 
 
-def test_prepare_millions_of_small_documents(tmp_path):
+def test_prepare_millions_of_small_documents(tmp_path, monkeypatch):
     """Two million documents of one token take seconds.
 
     Catches work per document that should be per batch.
@@ -245,6 +245,7 @@ def test_prepare_millions_of_small_documents(tmp_path):
     tokenizer = word_tokenizer(tmp_path / "tok")
     path = tmp_path / "a.jsonl"
     path.write_text('{"text":"hi"}\n' * 2_000_000)
+    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")
     began = time.process_time()
     assert prepare.main(command(path, tokenizer, tmp_path / "a.bin", "--workers 1")) == 0
     assert time.process_time() - began < 60
@@ -307,17 +308,18 @@ def test_prepare_refuses_what_it_cannot_read(name, content, message, tmp_path, c
     assert not (tmp_path / "o").exists() or not [*(tmp_path / "o").iterdir()]
 
 
-def test_prepare_names_the_first_fault_for_any_number_of_workers(tmp_path, capsys):
+def test_prepare_names_the_first_fault_for_any_number_of_workers(tmp_path, capsys, monkeypatch):
     """With many workers the fault that comes first in the inputs is named.
 
     Catches an error that depends on which worker is faster.
     """
     tokenizer = word_tokenizer(tmp_path / "tok")
-    (tmp_path / "a.jsonl").write_text('{"text": "hi"}\n' * 200_000 + "{\n")
+    monkeypatch.setattr(prepare, "BATCH_BYTES", 10_000)
+    (tmp_path / "a.jsonl").write_text('{"text": "hi"}\n' * 9000 + "{\n")
     (tmp_path / "b.csv").write_text("text\nhi,hi\n")
     inputs = [tmp_path / "a.jsonl", tmp_path / "b.csv"]
     assert prepare.main(command(inputs, tokenizer, tmp_path / "x.bin", "--workers 2")) == 2
-    assert "a.jsonl line 200001: broken JSON" in capsys.readouterr().err
+    assert "a.jsonl line 9001: broken JSON" in capsys.readouterr().err
 
 
 def test_prepare_folders(tmp_path, capsys):
