@@ -87,12 +87,13 @@ from typing import BinaryIO, NamedTuple
 
 import numpy as np
 
-from data import own_file, own_or_absent, replace_file
+from data import find_files, own_file, own_or_absent, replace_file
 
 DOCUMENT_BYTES = 2**22  # a longer document is cut into parts of at most this size
 LINE_BYTES = 2**28  # the longest line of JSON Lines
 BATCH_BYTES = 2**20  # a worker gets about this much at a time
 BATCH_CHUNKS = 4096  # ... but no more chunks than this, as when there are many empty files
+SMALL_BYTES = 2**24  # train.py tokenises less text than this in its own process
 TABLE_ROWS = 32  # rows of a table that are read at a time
 COMMIT_SECONDS = 5.0  # progress is noted this often
 HEAD_BYTES = 4096  # of each file are read to find out what it is
@@ -1520,22 +1521,26 @@ def make_settings(
     )
 
 
-def tokenise_files(
-    files: list[Path], tokenizer: str, cache: Path, workers: int, **flags
-) -> tuple[str, int]:
-    """Tokenise files into one .bin file in the folder `cache`. Return its path, and the id that
-    ends each document.
+def tokenise_data(data: str, folder: str, cache: Path, **flags) -> tuple[str, int]:
+    """Tokenise the text files of train.py's --data into one .bin file in the folder `cache`.
+
+    Returns the path of the .bin file, and the id that ends each document. If --data has .bin files
+    already, returns --data and -1. folder, flags: the tokenizer, and more for make_settings. Raises
+    ValueError or OSError.
 
     The name of the .bin file is a checksum of the tokenizer and of the files' names, sizes and
-    times, so a later call with the same ones finds it. flags: those of make_settings. Raises
-    ValueError or OSError.
+    times, so a later call with the same ones finds it.
     """
-    settings = make_settings([identify(str(file)) for file in files], tokenizer, **flags)
+    files, val = find_files(data)
+    if any(file.suffix == ".bin" for file in files + val):
+        return data, -1
+    settings = make_settings([identify(str(file)) for file in files], folder, **flags)
     path = cache / f"{job_key(settings)[:16]}.bin"
     if not path.exists():
         if cache.is_symlink():
             raise OSError(f"{cache} is a link, through which nothing is written. Remove the link")
-        write(settings, path, workers)
+        size = sum(source.size for source in settings.sources)
+        write(settings, path, 1 if size < SMALL_BYTES else usable_cores())
     return str(path), settings.end
 
 

@@ -867,25 +867,28 @@ def test_prepare_needs_no_library_for_text():
     assert importlib.util.find_spec("transformers")
 
 
-def test_prepare_tokenise_files(tmp_path):
-    """The function for other programs finds the file of an earlier call again, and writes a new one
-    when an input changes.
+def test_prepare_for_train(tmp_path):
+    """The function for train.py finds the file of an earlier call again, and writes a new one when
+    an input changes.
 
     Catches the ids of another text.
     """
     tokenizer = word_tokenizer(tmp_path / "tok")
     text = tmp_path / "a.txt"
     text.write_text("hi <|end|>you")
-    args = [text], str(tokenizer), tmp_path / "cache", 1
-    path, end = prepare.tokenise_files(*args)
+    args = str(text), str(tokenizer), tmp_path / "cache"
+    path, end = prepare.tokenise_data(*args)
     assert end == END and np.fromfile(path, "<u2").tolist() == [HI, UNK, END]
+    assert prepare.tokenise_data(path, *args[1:]) == (path, -1)  # it has ids already
     os.truncate(path, 2)  # a second call does not write it again
-    assert prepare.tokenise_files(*args) == (path, END) and os.path.getsize(path) == 2
-    other, _ = prepare.tokenise_files(*args, special_tokens_count=True)
+    assert prepare.tokenise_data(*args) == (path, END) and os.path.getsize(path) == 2
+    other, _ = prepare.tokenise_data(*args, special_tokens_count=True)
     assert other != path and np.fromfile(other, "<u2").tolist() == [HI, END, YOU, END]
+    other, end = prepare.tokenise_data(*args, document_token=TURN)
+    assert end == TURN and np.fromfile(other, "<u2").tolist() == [HI, UNK, TURN]
     os.utime(text, (1, 1))
-    assert prepare.tokenise_files(*args)[0] not in (path, other)
+    assert prepare.tokenise_data(*args)[0] not in (path, other)
     text.write_bytes(b"\xff")
     with raises(ValueError, match="a.txt is not UTF-8 text"):
-        prepare.tokenise_files(*args)
-    assert len([*(tmp_path / "cache").iterdir()]) == 6
+        prepare.tokenise_data(*args)
+    assert len([*(tmp_path / "cache").iterdir()]) == 8
