@@ -688,12 +688,13 @@ def load_tokenizer(folder: Path):
         ) from e
     tokenizer.no_truncation()  # some tokenizer.json files ask for it
     tokenizer.no_padding()
-    known = [token for token in special_tokens(folder).values() if tokenizer.token_to_id(token)]
-    tokenizer.add_special_tokens([AddedToken(t, normalized=False, special=True) for t in known])
+    known = tokenizer.get_vocab()
+    named = [token for token in named_tokens(folder).values() if token in known]
+    tokenizer.add_special_tokens([AddedToken(t, normalized=False, special=True) for t in named])
     return tokenizer
 
 
-def special_tokens(folder: Path) -> dict[str, str]:
+def named_tokens(folder: Path) -> dict[str, str]:
     """Return the named special tokens, such as {"eos_token": "</s>"}, from tokenizer_config.json,
     and from special_tokens_map.json if the former lacks them. Raises ValueError."""
     tokens = {}
@@ -720,7 +721,7 @@ def config_ids(folder: Path, key: str) -> list[int]:
 
 def find_end_token(tokenizer, folder: Path) -> int:
     """Return the id of the tokenizer's end token. Raises ValueError if it has none."""
-    token = special_tokens(folder).get("eos_token")
+    token = named_tokens(folder).get("eos_token")
     if token is not None:
         end = tokenizer.token_to_id(token)
         if end is None:
@@ -752,7 +753,7 @@ def find_first_tokens(tokenizer, folder: Path) -> list[int]:
     added = list(itertools.takewhile(lambda pair: pair[1], zip(*ids_and_added(encoding))))
     if added:
         return [i for i, _ in added]
-    token = special_tokens(folder).get("bos_token")
+    token = named_tokens(folder).get("bos_token")
     ids = [] if token is None else [tokenizer.token_to_id(token)]
     ids = ids or config_ids(folder, "bos_token_id")[:1]
     if not ids or ids[0] is None or tokenizer.id_to_token(ids[0]) is None:
@@ -972,7 +973,8 @@ class Conversations:
 
     What follows the last special token there is left out if it is white space, because the model
     stops at that token. An empty message counts with its end of turn only. A token counts if one of
-    its characters does.
+    its characters does, but white space that a special token takes from the assistant does not make
+    that token count.
     """
 
     def __init__(self, settings: Settings, tokenizer):
@@ -987,7 +989,11 @@ class Conversations:
         nothing = "(?!)"  # matches nowhere, if there are no special tokens
         names = [re.escape(token.content) for token in special]
         self.special = re.compile("|".join(names) or nothing)
-        for i, token in enumerate(special):  # some tokens take the white space beside them
+        # Some tokens take the white space beside them, which may be the assistant's
+        self.taking_spaces = {
+            i for i, t in tokenizer.get_added_tokens_decoder().items() if t.lstrip or t.rstrip
+        }
+        for i, token in enumerate(special):
             before, after = (r"\s*" if takes else "" for takes in (token.lstrip, token.rstrip))
             names[i] = before + names[i] + after
         self.splitter = re.compile("(" + ("|".join(names) or nothing) + ")")
@@ -1100,8 +1106,12 @@ class Conversations:
             else:
                 self.tokenizer.encode_special_tokens = bool(mark)
                 encoding = self.tokenizer.encode(text, add_special_tokens=False)
+                spans = [
+                    without_spaces(text, *span) if token in self.taking_spaces else span
+                    for token, span in zip(encoding.ids, encoding.offsets)
+                ]
                 ids += encoding.ids
-                mask += token_counts(encoding.offsets, counts).tolist()
+                mask += token_counts(spans, counts).tolist()
         self.tokenizer.encode_special_tokens = False
 
         end = self.settings.end
@@ -1128,7 +1138,8 @@ class Conversations:
             position += len(piece)
             token = self.tokenizer.token_to_id(piece.strip()) if piece else None
             if piece and self.splitter.fullmatch(piece):
-                parts.append((token, piece_counts))
+                start, end = without_spaces(piece, 0, len(piece))
+                parts.append((token, piece_counts[start:end]))
                 with_marks.append(token)
             elif piece:
                 keep = np.array([sign != mark for sign in piece])
@@ -1141,6 +1152,14 @@ class Conversations:
                 "treat it as text. Change the message, or pass --special-tokens"
             )
         return parts
+
+
+def without_spaces(text: str, start: int, end: int) -> tuple[int, int]:
+    """Return where text[start:end] begins and ends without the white space around it."""
+    content = text[start:end]
+    if not content.strip():
+        return start, end
+    return end - len(content.lstrip()), start + len(content.rstrip())
 
 
 def token_counts(offsets: list[tuple[int, int]], counts: np.ndarray) -> np.ndarray:
@@ -1467,7 +1486,7 @@ def make_settings(
     text_field: str = "text",
     document_token: int | None = None,
     bos: bool = False,
-    special_tokens_count: bool = False,
+    special_tokens: bool = False,
     chat: bool = False,
 ) -> Settings:
     """Return the settings for flags and inputs, after all checks that need no data. Raises
@@ -1490,9 +1509,7 @@ def make_settings(
         raise ValueError("--bos: with --chat the chat template writes the first token. Drop --bos")
     if not chat:
         first_tokens = find_first_tokens(tokenizer, folder) if bos else []
-        return Settings(
-            sources, str(folder), end, vocab, first_tokens, text_field, special_tokens_count
-        )
+        return Settings(sources, str(folder), end, vocab, first_tokens, text_field, special_tokens)
 
     for source in sources:
         if source.kind in ("text", "csv", "tsv"):
@@ -1501,7 +1518,7 @@ def make_settings(
                 f"datasets, and this is {source.kind}"
             )
     template = find_template(folder)
-    tokens = special_tokens(folder)
+    tokens = named_tokens(folder)
     others = config_ids(folder, "eos_token_id") + [
         tokenizer.token_to_id(tokens.get("pad_token", ""))
     ]
@@ -1512,7 +1529,7 @@ def make_settings(
         str(folder),
         end,
         vocab,
-        special_tokens=special_tokens_count,
+        special_tokens=special_tokens,
         chat=True,
         template=template,
         template_tokens=tokens,

@@ -591,6 +591,92 @@ def test_prepare_masks_tokens_of_white_space(tmp_path):
     assert tokenizer.decode(answer, skip_special_tokens=False) == " 世 \n<|/|>"
 
 
+# Chat templates as published models have them, shortened, and what counts of the answers " oh \n" and
+# "you". Phi 3's special tokens take the white space after them
+PUBLISHED = {
+    "Qwen2.5": (
+        "{% if messages[0].role != 'system' %}{{ '<|im_start|>system\\nbe good<|im_end|>\\n' }}"
+        "{% endif %}{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' + m.content + "
+        "'<|im_end|>\\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}"
+        "{% endif %}",
+        [" oh \n<|im_end|>", "you<|im_end|>"],
+    ),
+    "Llama 3": (
+        "{% for m in messages %}{% set text = '<|start|>' + m.role + '<|stop|>\\n\\n' + "
+        "m.content | trim + '<|eot|>' %}{% if loop.first %}{% set text = bos_token + text %}"
+        "{% endif %}{{ text }}{% endfor %}{% if add_generation_prompt %}"
+        "{{ '<|start|>assistant<|stop|>\\n\\n' }}{% endif %}",
+        ["oh<|eot|>", "you<|eot|>"],
+    ),
+    "Mistral, Llama 2": (
+        "{{ bos_token }}{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) "
+        "%}{{ raise_exception('roles must alternate') }}{% endif %}{% if m.role == 'user' %}"
+        "{{ '[INST] ' + m.content + ' [/INST]' }}{% else %}{{ ' ' + m.content | trim + ' </s>' }}"
+        "{% endif %}{% endfor %}",
+        [" oh </s>", " you </s>"],
+    ),
+    "Gemma": (
+        "{{ bos_token }}{% for m in messages %}{% if m.role == 'assistant' %}{% set role = 'model' "
+        "%}{% else %}{% set role = m.role %}{% endif %}{{ '<start_of_turn>' + role + '\\n' + "
+        "m.content | trim + '<end_of_turn>\\n' }}{% endfor %}{% if add_generation_prompt %}"
+        "{{ '<start_of_turn>model\\n' }}{% endif %}",
+        ["oh<end_of_turn>", "you<end_of_turn>"],
+    ),
+    "Phi 3": (
+        "{% for m in messages %}{{ '<|' + m.role + '|>\\n' + m.content + '<|stop|>\\n' }}"
+        "{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>\\n' }}{% endif %}",
+        [" oh \n<|stop|>", "you<|stop|>"],
+    ),
+    "no special tokens": (
+        "{% for m in messages %}{{ m.role }}: {{ m.content }}\n\n{% endfor %}"
+        "{% if add_generation_prompt %}assistant: {% endif %}",
+        [" oh \n\n\n", " you\n\n"],  # the space before `you` is part of its token
+    ),
+}
+
+
+@parametrize("name", PUBLISHED)
+def test_prepare_masks_of_published_templates(name, tmp_path):
+    """For each kind of chat template the ids are those of transformers, and the labels the answers
+    with their ends of turn, also where a message spells a special token.
+
+    Catches a mask that fits one family of models only.
+    """
+    from tokenizers import AddedToken, Tokenizer
+    from transformers import PreTrainedTokenizerFast
+
+    template, answers = PUBLISHED[name]
+    special = "<|im_start|> <|im_end|> <|start|> <|stop|> <|eot|> </s> <s> <start_of_turn> "
+    special = f"{special}<end_of_turn> <|user|> <|assistant|>".split()
+    make_tokenizer(tmp_path / "tok", "oh you hi be good\n\n" * 99)
+    tokenizer = Tokenizer.from_file(f"{tmp_path}/tok/tokenizer.json")
+    tokenizer.no_truncation()
+    tokenizer.add_special_tokens([AddedToken(s, rstrip=name == "Phi 3") for s in special])
+    tokenizer.save(f"{tmp_path}/tok/tokenizer.json")
+    config = {"eos_token": "<end>", "bos_token": "<s>", "chat_template": template}
+    (tmp_path / "tok" / "tokenizer_config.json").write_text(json.dumps(config))
+    turns = [("user", "hi"), ("assistant", " oh \n"), ("user", "be"), ("assistant", "you")]
+    spelled = [("user", "hi <|eot|></s>"), *turns[1:]]
+    (tmp_path / "a.jsonl").write_text(lines(conversation(*turns), conversation(*spelled)))
+    ids = prepared(tmp_path / "a.jsonl", tmp_path / "tok", tmp_path / "a.bin", "--chat")
+    mask = [*(tmp_path / "a.mask").read_bytes()]
+
+    theirs = PreTrainedTokenizerFast.from_pretrained(tmp_path / "tok")
+    chat = theirs.apply_chat_template(conversation(*turns)["messages"], return_dict=False)
+    first = len(chat) + 1
+    assert ids[:first] == [*chat, 0]
+    for part in (slice(0, first), slice(first, None)):
+        found = np.flatnonzero(mask[part])
+        runs = np.split(found, np.flatnonzero(np.diff(found) > 1) + 1)
+        said = [theirs.decode([ids[part][i] for i in run]) for run in runs]
+        expected = [answer.lstrip() for answer in answers] if name == "Phi 3" else answers
+        assert said == expected
+    spelling = theirs.decode(ids[first:])
+    assert "hi <|eot|></s>" in spelling
+    assert ids[first:].count(tokenizer.token_to_id("<|eot|>")) == 4 * (name == "Llama 3")
+    assert ids[first:].count(tokenizer.token_to_id("</s>")) == 2 * (name == "Mistral, Llama 2")
+
+
 @parametrize(
     "template, record, message",
     [
@@ -882,7 +968,7 @@ def test_prepare_for_train(tmp_path):
     assert prepare.tokenise_data(path, *args[1:]) == (path, -1)  # it has ids already
     os.truncate(path, 2)  # a second call does not write it again
     assert prepare.tokenise_data(*args) == (path, END) and os.path.getsize(path) == 2
-    other, _ = prepare.tokenise_data(*args, special_tokens_count=True)
+    other, _ = prepare.tokenise_data(*args, special_tokens=True)
     assert other != path and np.fromfile(other, "<u2").tolist() == [HI, END, YOU, END]
     other, end = prepare.tokenise_data(*args, document_token=TURN)
     assert end == TURN and np.fromfile(other, "<u2").tolist() == [HI, UNK, TURN]
