@@ -1,0 +1,1687 @@
+"""Turn text, JSON Lines, CSV, Parquet or conversations into files of token ids for train.py.
+
+    python prepare.py corpus.jsonl.gz docs/ --tokenizer DIR --out data/train.bin
+    python prepare.py chats.jsonl --tokenizer DIR --chat --out data/chats.bin
+    python train.py --data data/train.bin
+
+The first command writes two files, and --chat writes a third one:
+
+    train.bin        token ids, one after the other, little endian
+    train.bin.json   {"token_bytes": 2, "document_token": 258, "vocab": 300}
+    chats.mask       one byte per token of chats.bin. 1: the token counts as a label. 0: it does not
+
+token_bytes is 2 if the largest id fits uint16, else 4. document_token is the id that ends each
+document (-1: none), vocab the size of the tokenizer. The file of --chat also has "mask":
+"chats.mask".
+
+A document is a plain text file, a line of a JSON Lines file, or a row of a table. Every document,
+even an empty one, is followed by the document token. For example, the lines {"text": "hi"} and
+{"text": "oh you"} become, with the ids of the next example, 1 7 2 3 7.
+
+With --chat a document is a conversation, and the tokenizer's chat template makes its text. Only the
+assistant's tokens count as labels, with the token that ends the assistant's turn:
+
+    {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "oh you"}]}
+
+    text   <|user|>  hi  <|/|>  <|assistant|>  oh  you  <|/|>  <|end|>
+    id        8       1   10          9         2    3    10       7
+    mask      0       0    0          0         1    1     1       0
+
+The reader cuts the inputs into batches, worker processes turn batches into ids, and this process
+writes the ids in the order of the inputs. So the files are the same for any number of workers.
+
+    find_sources    which files there are, and what each one is
+    read_batches    the inputs in pieces of about a megabyte; each piece knows its file and position
+    Encoder         what a worker does: parse, apply the chat template, tokenise
+    write           append ids to OUT.partial/ids, and note in OUT.partial/progress.json how far it is
+
+A killed command goes on from its progress.json when it is started again. The ids up to there have
+the checksum that it notes, and later ones are cut off. OUT gets its name last, so it is always
+whole.
+
+Memory is bounded for any number and size of files. A plain text file may be larger than memory. A
+line of JSON may have at most LINE_BYTES bytes, and several such lines are in memory at once.
+A document is tokenised at once if it has at most DOCUMENT_BYTES bytes; then its ids are those of the
+tokenizer for the whole text. A longer document is cut, if possible where a line begins. There a
+tokenizer that puts a space before each text puts one before each part. Conversations are never cut.
+A worker needs up to 0.7 GiB for a document of that size.
+
+Left out: validation files (train.py holds out a twentieth of its data), shuffling, deduplication,
+filters.
+
+Legend: a source is an input file. A chunk is a piece of a source. A batch is a list of
+chunks.
+"""
+
+import argparse
+import bz2
+import collections
+import contextlib
+import csv
+import errno
+import fcntl
+import gzip
+import hashlib
+import importlib
+import io
+import itertools
+import json
+import lzma
+import multiprocessing
+import multiprocessing.connection
+import os
+import re
+import shutil
+import signal
+import stat
+import sys
+import threading
+import time
+import zlib
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import astuple, dataclass, field, replace
+from pathlib import Path
+from typing import BinaryIO, NamedTuple
+
+import numpy as np
+
+from data import find_files, own_file, own_or_absent, replace_file
+
+DOCUMENT_BYTES = 2**22  # a longer document is cut into parts of at most this size
+LINE_BYTES = 2**28  # the longest line of JSON Lines
+BATCH_BYTES = 2**20  # a worker gets about this much at a time
+BATCH_CHUNKS = 4096  # ... but no more chunks than this, as when there are many empty files
+SMALL_BYTES = 2**24  # train.py tokenises less text than this in its own process
+TABLE_ROWS = 32  # rows of a table that are read at a time
+COMMIT_SECONDS = 5.0  # progress is noted this often
+HEAD_BYTES = 4096  # of each file are read to find out what it is
+CHAT_FIELDS = ("messages", "conversations", "tools")
+
+PIP = "pip install -r requirements-data.txt"
+
+
+# ---------------------------------------------------------------------------- inputs
+#
+# What a file is follows from its first bytes, and from its ending if these leave it open.
+
+
+@dataclass(frozen=True)
+class Source:
+    """An input file, or the folder of a dataset."""
+
+    path: str
+    kind: str  # a key of READERS
+    compression: str  # a key of DECOMPRESSORS, or empty
+    size: int  # bytes on disk
+    modified: int  # time of the last change, in nanoseconds
+
+
+LINE_ENDINGS = (".jsonl", ".ndjson", ".json")
+TABLE_ENDINGS = {
+    ".csv": "csv",
+    ".tsv": "tsv",
+    ".parquet": "parquet",
+    ".pq": "parquet",
+    ".arrow": "arrow",
+}
+COMPRESSION_ENDINGS = {
+    ".gz": "gzip",
+    ".bz2": "bz2",
+    ".xz": "xz",
+    ".zst": "zstd",
+    ".zstd": "zstd",
+}
+COMPRESSION_STARTS = {
+    "gzip": rb"\x1f\x8b",
+    "bz2": rb"BZh[1-9](1AY&SY|\x17rE8P\x90)",
+    "xz": rb"\xfd7zXZ\x00",
+    "zstd": rb"\x28\xb5\x2f\xfd|[\x50-\x5f]\x2a\x4d\x18",
+}
+# Formats that are neither text nor tables, by their first bytes
+OTHER_STARTS = {
+    b"\x93NUMPY": "a NumPy array",
+    b"PK\x03\x04": "a zip archive",
+    b"%PDF-": "a PDF file",
+    b"\x89HDF": "an HDF5 file",
+}
+
+
+def find_sources(inputs: list[str], outputs: list[str]) -> list[Source]:
+    """Return the files of all inputs, which are files and folders, in the order of their names.
+
+    A folder's hidden files are left out, and so are `outputs`, the paths that this command writes.
+    Links are followed, but each folder and file of an input is read once, so loops end. An input
+    that is named twice is read twice. Raises ValueError or OSError.
+    """
+    own = {os.path.realpath(path) for path in outputs}
+    sources = []
+    for name in inputs:
+        if not os.path.lexists(name):
+            raise ValueError(f"{name}: there is no such file or folder")
+        found = [identify(path) for path in walk(name, own, set())]
+        if not found:
+            raise ValueError(f"{name}: the folder holds no file to read. Hidden files do not count")
+        sources += found
+    return sources
+
+
+def walk(path: str, own: set[str], seen: set[str]) -> Iterator[str]:
+    """Yield the files below a path and the folders of datasets, sorted. seen: the real paths that
+    were met before. Raises ValueError for a FIFO, a device, or a link that leads nowhere."""
+    real = os.path.realpath(path)
+    if real in own or real in seen:
+        return
+    seen.add(real)
+    if not os.path.isdir(path):
+        if not os.path.isfile(path):
+            raise ValueError(
+                f"{path} is neither a regular file nor a folder, so it cannot be read. Remove it, "
+                "or name the other files"
+            )
+        yield path
+    elif is_dataset(path):
+        yield path
+    else:
+        for name in sorted(os.listdir(path)):
+            if not name.startswith("."):
+                yield from walk(os.path.join(path, name), own, seen)
+
+
+def is_dataset(folder: str) -> bool:
+    """Return whether a folder was written by save_to_disk of Hugging Face's datasets. Raises
+    ValueError if it holds several splits."""
+    splits = Path(folder, "dataset_dict.json")
+    if splits.is_file():
+        names = [name for name in sorted(os.listdir(folder)) if Path(folder, name).is_dir()]
+        raise ValueError(
+            f"{folder} holds the splits of a dataset. Name those to read: "
+            + " ".join(os.path.join(folder, name) for name in names)
+        )
+    return Path(folder, "state.json").is_file() and Path(folder, "dataset_info.json").is_file()
+
+
+def identify(path: str) -> Source:
+    """Return what a file is. Raises ValueError if it cannot be read here."""
+    info = os.stat(path)
+    if stat.S_ISDIR(info.st_mode):
+        files = [file for file in sorted(Path(path).iterdir()) if file.is_file()]
+        size = sum(file.stat().st_size for file in files)
+        modified = max(file.stat().st_mtime_ns for file in files)
+        source = Source(path, "dataset", "", size, modified)
+        table_library(source)  # if it is missing, that is said before any work
+        return source
+
+    with open(path, "rb") as file:
+        head = file.read(HEAD_BYTES)
+    name, ending = os.path.splitext(path.lower())
+    compression = next((c for c, start in COMPRESSION_STARTS.items() if re.match(start, head)), "")
+    if ending in COMPRESSION_ENDINGS:
+        if compression != COMPRESSION_ENDINGS[ending]:
+            raise ValueError(
+                f"{path}: its name ends in {ending}, but its content is not compressed that way. "
+                "The file may be cut short: fetch it again, or rename it"
+            )
+        ending = os.path.splitext(name)[1]
+    source = Source(path, "text", compression, info.st_size, info.st_mtime_ns)
+    if compression:
+        with decompressed(source) as (stream, _):
+            head = stream.read(HEAD_BYTES)
+
+    kind = content_kind(path, head, ending)
+    if compression and kind in ("parquet", "arrow"):
+        raise ValueError(f"{path}: a compressed {kind} file cannot be read. Decompress it first")
+    source = replace(source, kind=kind)
+    if kind in TABLE_LIBRARIES:
+        table_library(source)
+    return source
+
+
+def content_kind(path: str, head: bytes, ending: str) -> str:
+    """Return the kind of a file, from its first bytes and its ending. Raises ValueError if it is
+    none that can be read."""
+    if head.startswith(b"PAR1"):
+        return "parquet"
+    if head.startswith(b"ARROW1"):
+        return "arrow"
+    kind = TABLE_ENDINGS.get(ending)
+    if kind == "parquet":
+        raise ValueError(f"{path}: its name ends in {ending}, but its content is not Parquet")
+    if kind == "arrow":
+        return kind  # Arrow's streams, which `datasets` writes, have no fixed first bytes
+    for start, what in OTHER_STARTS.items():
+        if head.startswith(start):
+            raise ValueError(f"{path} is {what}, which cannot be read. Take the text out of it")
+    if ending == ".bin":
+        raise ValueError(
+            f"{path}: a .bin file holds token ids already, and is read by train.py --data"
+        )
+    if b"\0" in head:
+        raise ValueError(
+            f"{path} is not UTF-8 text: byte 0x00 at position {head.index(0)}. Text in UTF-16 can "
+            "be converted by iconv -f UTF-16 -t UTF-8"
+        )
+    if ending in LINE_ENDINGS:
+        if head.lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"["):
+            raise ValueError(
+                f"{path} is one JSON array. JSON Lines has one object per line: convert it by "
+                f"jq -c '.[]' {path} > new.jsonl"
+            )
+        return "lines"
+    return kind or "text"
+
+
+class ZstdFrames(io.RawIOBase):
+    """The content of a zstd file, which may have several frames, through the library zstandard. Its
+    own reader ends silently if the file ends within a frame."""
+
+    def __init__(self, file: BinaryIO, library):
+        self.file = file
+        self.decompressor = library.ZstdDecompressor(max_window_size=2**31)
+        self.frame = None  # the state of an unfinished frame
+        self.input = b""  # of the next frame
+        self.output = memoryview(b"")
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer) -> int:
+        while not self.output:
+            compressed = self.input or self.file.read(2**14)
+            if not compressed:
+                if self.frame:
+                    raise EOFError("it ends within a zstd frame")
+                return 0
+            self.frame = self.frame or self.decompressor.decompressobj()
+            self.output = memoryview(self.frame.decompress(compressed))
+            self.input = self.frame.unused_data if self.frame.eof else b""
+            if self.frame.eof:
+                self.frame = None
+        count = min(len(buffer), len(self.output))
+        buffer[:count] = self.output[:count]
+        self.output = self.output[count:]
+        return count
+
+
+def open_zstd(file: BinaryIO) -> BinaryIO:
+    """Open a zstd file with Python's own library (3.14), or with zstandard. Raises ValueError if
+    neither is there."""
+    try:
+        from compression import zstd
+    except ImportError:
+        try:
+            import zstandard
+        except ImportError:
+            raise ValueError(
+                f"{file.name}: reading zstd needs the library zstandard: {PIP}"
+            ) from None
+        return io.BufferedReader(ZstdFrames(file, zstandard), 2**17)
+    return zstd.ZstdFile(file)
+
+
+DECOMPRESSORS: dict[str, Callable[[BinaryIO], BinaryIO]] = {
+    "": lambda file: file,
+    "gzip": lambda file: gzip.GzipFile(fileobj=file),
+    "bz2": bz2.BZ2File,
+    "xz": lzma.LZMAFile,
+    "zstd": open_zstd,
+}
+
+
+@contextlib.contextmanager
+def decompressed(source: Source) -> Iterator[tuple[BinaryIO, BinaryIO]]:
+    """Open a file. Yield a stream of its content, and the file itself, whose position says how much
+    was read. Raises ValueError if compressed content is damaged or cut short."""
+    with open(source.path, "rb") as file:
+        try:
+            yield DECOMPRESSORS[source.compression](file), file
+        except ValueError:
+            raise
+        except Exception as e:  # each library has its own errors
+            if not source.compression:
+                raise
+            raise ValueError(
+                f"{source.path} is damaged or cut short, so it cannot be decompressed: {e}"
+            ) from e
+
+
+# ---------------------------------------------------------------------------- reading
+
+
+class Cursor(NamedTuple):
+    """How far the inputs are read: the next byte and line of a source. For a table, `line` counts
+    rows, and `position` is not used."""
+
+    source: int = 0
+    position: int = 0  # in bytes after decompression
+    line: int = 0
+
+
+class Chunk(NamedTuple):
+    """A piece of a source: a part of a text, or whole lines of JSON.
+
+    The rows of a table become lines of JSON, so that all but plain text takes the same path. A
+    document of plain text may have several chunks; first and last say where it begins and ends.
+    """
+
+    content: bytes
+    start: Cursor
+    end: Cursor  # where the next chunk begins
+    bytes_read: int  # of the file, up to the end of this chunk
+    first: bool = True
+    last: bool = True
+
+
+def read_batches(sources: list[Source], cursor: Cursor, fields: list[str]) -> Iterator[list[Chunk]]:
+    """Yield batches of all sources from the cursor on. fields: the fields that documents are made
+    of. Raises ValueError or OSError, after the batch before the fault."""
+    batch, size = [], 0
+    try:
+        for index in range(cursor.source, len(sources)):
+            start = cursor if index == cursor.source else Cursor(index)
+            for chunk in READERS[sources[index].kind](sources[index], start, fields):
+                too_large = size and size + len(chunk.content) > BATCH_BYTES
+                if too_large or len(batch) == BATCH_CHUNKS:
+                    yield batch
+                    batch, size = [], 0
+                batch.append(chunk)
+                size += len(chunk.content)
+    except (ValueError, OSError):
+        if batch:
+            yield batch
+        raise
+    if batch:
+        yield batch
+
+
+def skip(path: str, stream: BinaryIO, count: int) -> None:
+    """Move a stream forward by `count` bytes, by reading them, because compressed files cannot
+    seek. Raises ValueError if it has fewer."""
+    while count:
+        read = stream.read(min(count, 2**20))
+        if not read:
+            raise ValueError(f"{path} has become shorter")
+        count -= len(read)
+
+
+def read_text(source: Source, start: Cursor, fields: list[str]) -> Iterator[Chunk]:
+    """Yield the parts of a text file, which is one document."""
+    with decompressed(source) as (stream, file):
+        skip(source.path, stream, start.position)
+        position = start.position
+        rest = b""
+        while True:
+            rest += stream.read(DOCUMENT_BYTES + 1 - len(rest))
+            part = rest[: cut_position(rest)]
+            last = len(part) == len(rest)
+            at = Cursor(start.source, position)
+            after = Cursor(start.source, position + len(part))
+            if last:
+                after = Cursor(start.source + 1)
+            yield Chunk(part, at, after, file.tell(), first=position == 0, last=last)
+            if last:
+                return
+            rest = rest[len(part) :]
+            position += len(part)
+
+
+def cut_position(text: bytes) -> int:
+    """Return the length of the first part of a UTF-8 text. It is the whole text if that has at most
+    DOCUMENT_BYTES bytes.
+
+    A longer text is cut where a line begins with a letter or a sign, else before a space between
+    words, else between two characters. At the first two places most tokenizers begin a new token
+    anyway. They are looked for in the last 64 KiB.
+    """
+    if len(text) <= DOCUMENT_BYTES:
+        return len(text)
+    end = DOCUMENT_BYTES
+    while text[end] & 0xC0 == 0x80 and end > DOCUMENT_BYTES - 4:  # within a character
+        end -= 1
+    tail = text[max(0, end - 2**16) : end].decode(errors="ignore")
+    for pattern in (r"(?<=\n)(?=\S)", r"(?<=\S)(?= \S)"):
+        places = [match.start() for match in re.finditer(pattern, tail)]
+        if places:
+            return end - len(tail[places[-1] :].encode())
+    return end
+
+
+def read_lines(source: Source, start: Cursor, fields: list[str]) -> Iterator[Chunk]:
+    """Yield whole lines of a JSON Lines file. Raises ValueError for a line that is too long."""
+    with decompressed(source) as (stream, file):
+        skip(source.path, stream, start.position)
+        _, position, line = start
+        while content := stream.read(BATCH_BYTES):
+            if not content.endswith(b"\n"):
+                rest = stream.readline(LINE_BYTES)
+                if len(rest) == LINE_BYTES:
+                    number = line + content.count(b"\n") + 1
+                    raise ValueError(
+                        f"{source.path} line {number}: the line is longer than "
+                        f"{LINE_BYTES >> 20} MiB, the most that is read at once"
+                    )
+                content += rest
+            at = Cursor(start.source, position, line)
+            position += len(content)
+            line += content.count(b"\n")
+            yield Chunk(content, at, Cursor(start.source, position, line), file.tell())
+
+
+def read_table(rows: Callable) -> Callable:
+    """Return a reader that turns each row of a table into a line of JSON.
+
+    rows(source, first_row, fields) yields lists of dicts, and the share of the table that was read.
+    """
+
+    def read(source: Source, start: Cursor, fields: list[str]) -> Iterator[Chunk]:
+        row = start.line
+        records = rows(source, row, fields)
+        try:
+            for batch, share in records:
+                lines = [json.dumps(record, ensure_ascii=False) + "\n" for record in batch]
+                content = "".join(lines).encode()
+                at = Cursor(start.source, 0, row)
+                row += len(batch)
+                after = Cursor(start.source, 0, row)
+                yield Chunk(content, at, after, int(share * source.size))
+        except Exception as e:  # each library has its own errors; a picture or a date is no text
+            if str(e).startswith(source.path):
+                raise
+            raise ValueError(
+                f"{source.path}: the rows after row {row} cannot be read: {type(e).__name__}: {e}"
+            ) from e
+
+    return read
+
+
+def chosen_columns(path: str, columns: list[str], fields: list[str]) -> list[str]:
+    """Return those columns of a table that are fields. Raises ValueError if there are none."""
+    chosen = [name for name in fields if name in columns]
+    if not chosen:
+        raise ValueError(
+            f"{path} has no column {' or '.join(fields)}. Its columns are {', '.join(columns)}: "
+            "name one of them with --field"
+        )
+    return chosen
+
+
+def csv_rows(source: Source, first: int, fields: list[str]) -> Iterator[tuple[list[dict], float]]:
+    """Yield the rows of a CSV file. Line ends within quotes stay as they are."""
+    csv.field_size_limit(LINE_BYTES)
+    with decompressed(source) as (stream, file):
+        text = io.TextIOWrapper(stream, encoding="utf-8-sig", newline="")
+        reader = csv.reader(text, delimiter="\t" if source.kind == "tsv" else ",", strict=True)
+        try:
+            columns = next(reader, [])
+            (name,) = chosen_columns(source.path, columns, fields)
+            column = columns.index(name)
+            rows = itertools.islice(reader, first, None)
+            while records := list(itertools.islice(rows, TABLE_ROWS)):
+                for record in records:
+                    if len(record) != len(columns):
+                        raise ValueError(
+                            f"{source.path}, a row that ends at or before line {reader.line_num}: "
+                            f"it has {len(record)} columns, and the first line has {len(columns)}"
+                        )
+                yield [{name: record[column]} for record in records], file.tell() / source.size
+        except csv.Error as e:
+            raise ValueError(f"{source.path} line {reader.line_num}: {e}") from e
+        except UnicodeDecodeError as e:
+            raise not_utf8(source.path, e, first_bad_byte(source)) from e
+
+
+def first_bad_byte(source: Source) -> int:
+    """Return the position of the first byte that is not UTF-8 in a file that has one."""
+    position = 0
+    with decompressed(source) as (stream, _):
+        for line in stream:
+            try:
+                line.decode()
+            except UnicodeDecodeError as e:
+                return position + e.start
+            position += len(line)
+    return position
+
+
+def parquet_rows(source: Source, first: int, fields: list[str]) -> Iterator:
+    """Yield the rows of a Parquet file, from the row group that holds the first one on."""
+    parquet = table_library(source)
+    with open(source.path, "rb") as file:
+        table = parquet.ParquetFile(file)
+        columns = chosen_columns(source.path, table.schema_arrow.names, fields)
+        total = table.metadata.num_rows
+        done = 0
+        for group in range(table.num_row_groups):
+            size = table.metadata.row_group(group).num_rows
+            if done + size > first:
+                for batch in table.iter_batches(TABLE_ROWS, [group], columns):
+                    records = batch.to_pylist()[max(0, first - done) :]
+                    done += len(batch)
+                    if records:
+                        yield records, done / total
+            else:
+                done += size
+
+
+def arrow_rows(source: Source, first: int, fields: list[str]) -> Iterator:
+    """Yield the rows of an Arrow file: a file with an index, or a stream, as datasets writes."""
+    pyarrow = table_library(source)
+    with pyarrow.OSFile(source.path) as file:
+        if file.read(6) == b"ARROW1":
+            reader = pyarrow.ipc.open_file(file)
+            batches = (reader.get_batch(i) for i in range(reader.num_record_batches))
+        else:
+            file.seek(0)
+            reader = pyarrow.ipc.open_stream(file)
+            batches = iter(reader)
+        columns = chosen_columns(source.path, reader.schema.names, fields)
+        done = 0
+        for batch in batches:
+            skipped = min(max(0, first - done), len(batch))
+            done += len(batch)
+            for row in range(skipped, len(batch), TABLE_ROWS):
+                rows = batch.select(columns).slice(row, TABLE_ROWS)
+                yield rows.to_pylist(), file.tell() / source.size
+
+
+def dataset_rows(source: Source, first: int, fields: list[str]) -> Iterator:
+    """Yield the rows of a folder that Hugging Face's datasets has written."""
+    table = table_library(source).load_from_disk(source.path)
+    columns = chosen_columns(source.path, table.column_names, fields)
+    for row in range(first, len(table), TABLE_ROWS):
+        values = table.select_columns(columns)[row : row + TABLE_ROWS]
+        records = [dict(zip(columns, record)) for record in zip(*(values[c] for c in columns))]
+        yield records, min(1.0, (row + TABLE_ROWS) / len(table))
+
+
+TABLE_LIBRARIES = {"parquet": "pyarrow.parquet", "arrow": "pyarrow", "dataset": "datasets"}
+
+
+def table_library(source: Source):
+    """Import the library that reads a table. Raises ValueError with the pip line if it is
+    missing."""
+    try:
+        return importlib.import_module(TABLE_LIBRARIES[source.kind])
+    except ImportError as e:
+        raise ValueError(
+            f"{source.path}: reading it ({source.kind}) needs the library datasets: {PIP} ({e})"
+        ) from None
+
+
+READERS = {
+    "text": read_text,
+    "lines": read_lines,
+    "csv": read_table(csv_rows),
+    "tsv": read_table(csv_rows),
+    "parquet": read_table(parquet_rows),
+    "arrow": read_table(arrow_rows),
+    "dataset": read_table(dataset_rows),
+}
+
+
+def not_utf8(path: str, e: UnicodeDecodeError, position: int) -> ValueError:
+    """Return the error for bytes that are not UTF-8."""
+    return ValueError(
+        f"{path} is not UTF-8 text: byte 0x{e.object[e.start]:02x} at position {position}, "
+        f"{e.reason}. Convert the file to UTF-8, or leave it out"
+    )
+
+
+# ---------------------------------------------------------------------------- the tokenizer
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a worker needs to turn a batch into ids."""
+
+    sources: list[Source]
+    tokenizer: str  # its folder
+    end: int  # the id that ends a document; -1: none
+    vocab: int  # the size of the tokenizer
+    bos: list[int] = field(default_factory=list)  # the ids that begin a document
+    text_field: str = "text"
+    special_tokens: bool = False  # text that spells a special token becomes that token
+    chat: bool = False
+    template: str = ""
+    template_tokens: dict[str, str] = field(default_factory=dict)  # such as {"bos_token": "<s>"}
+    other_ends: str = ""  # tokens that an error may name instead of `end`
+    date: str = ""  # the day, if the template writes it
+
+    @property
+    def dtype(self) -> np.dtype:
+        """The type of an id in the file."""
+        return np.dtype("<u2" if max(self.vocab - 1, self.end) < 2**16 else "<u4")
+
+    @property
+    def fields(self) -> list[str]:
+        return list(CHAT_FIELDS) if self.chat else [self.text_field]
+
+
+def read_json(folder: Path, name: str) -> dict:
+    """Return what a JSON file of a tokenizer's folder says; {} if there is no such file. Raises
+    ValueError or OSError."""
+    path = folder / name
+    if not path.exists():
+        return {}
+    try:
+        content = json.loads(own_file(path, folder).read_text(encoding="utf-8"))
+        if not isinstance(content, dict):
+            raise ValueError("it is no JSON object")
+    except (ValueError, OSError) as e:
+        raise ValueError(f"--tokenizer {folder}: {name} cannot be read: {e}") from e
+    return content
+
+
+def load_tokenizer(folder: Path):
+    """Return the tokenizer of a Hugging Face folder. Its special tokens are those that transformers
+    would have. Raises ValueError."""
+    from tokenizers import AddedToken, Tokenizer
+
+    try:
+        tokenizer = Tokenizer.from_file(str(own_file(folder / "tokenizer.json", folder)))
+    except Exception as e:  # the library raises no narrower class
+        raise ValueError(
+            f"--tokenizer {folder}: the folder has no tokenizer.json that can be read: {e}. If it "
+            "has another kind of tokenizer, load it with transformers' AutoTokenizer, and "
+            "save_pretrained it to a new folder"
+        ) from e
+    tokenizer.no_truncation()  # some tokenizer.json files ask for it
+    tokenizer.no_padding()
+    known = tokenizer.get_vocab()
+    named = [token for token in named_tokens(folder).values() if token in known]
+    tokenizer.add_special_tokens([AddedToken(t, normalized=False, special=True) for t in named])
+    return tokenizer
+
+
+def named_tokens(folder: Path) -> dict[str, str]:
+    """Return the named special tokens, such as {"eos_token": "</s>"}, from tokenizer_config.json,
+    and from special_tokens_map.json if the former lacks them. Raises ValueError."""
+    tokens = {}
+    for name in ("special_tokens_map.json", "tokenizer_config.json"):
+        for key, value in read_json(folder, name).items():
+            if isinstance(value, dict):
+                value = value.get("content")
+            if re.fullmatch("(bos|eos|unk|sep|pad|cls|mask)_token", key) and isinstance(value, str):
+                tokens[key] = value
+    return tokens
+
+
+def config_ids(folder: Path, key: str) -> list[int]:
+    """Return the ids that generation_config.json and config.json give for a key, which may have one
+    id or a list. Raises ValueError."""
+    ids = []
+    for name in ("generation_config.json", "config.json"):
+        value = read_json(folder, name).get(key)
+        for i in value if isinstance(value, list) else [value]:
+            if isinstance(i, int) and i not in ids:
+                ids.append(i)
+    return ids
+
+
+def find_end_token(tokenizer, folder: Path) -> int:
+    """Return the id of the tokenizer's end token. Raises ValueError if it has none."""
+    token = named_tokens(folder).get("eos_token")
+    if token is not None:
+        end = tokenizer.token_to_id(token)
+        if end is None:
+            raise ValueError(
+                f"--tokenizer {folder}: its eos_token {token} is not in its vocabulary. Name the "
+                "id that ends a document with --document-token ID"
+            )
+        return end
+    ids = config_ids(folder, "eos_token_id")
+    if not ids:
+        raise ValueError(
+            f"--tokenizer {folder}: it has no end token: there is no eos_token in "
+            "tokenizer_config.json or special_tokens_map.json, and no eos_token_id in "
+            "generation_config.json or config.json. Name the id that ends a document with "
+            "--document-token ID"
+        )
+    if tokenizer.id_to_token(ids[0]) is None:
+        raise ValueError(
+            f"--tokenizer {folder}: its eos_token_id {ids[0]} is not in its vocabulary. Name the "
+            "id that ends a document with --document-token ID"
+        )
+    return ids[0]
+
+
+def find_first_tokens(tokenizer, folder: Path) -> list[int]:
+    """Return the ids that begin a text: those that the tokenizer adds itself, else its bos_token.
+    Raises ValueError if it has neither."""
+    encoding = tokenizer.encode("a")
+    added = list(itertools.takewhile(lambda pair: pair[1], zip(*ids_and_added(encoding))))
+    if added:
+        return [i for i, _ in added]
+    token = named_tokens(folder).get("bos_token")
+    ids = [] if token is None else [tokenizer.token_to_id(token)]
+    ids = ids or config_ids(folder, "bos_token_id")[:1]
+    if not ids or ids[0] is None or tokenizer.id_to_token(ids[0]) is None:
+        raise ValueError(
+            f"--bos: the tokenizer {folder} adds no token before a text, and has no bos_token in "
+            "its vocabulary. Drop --bos"
+        )
+    return ids
+
+
+def ids_and_added(encoding) -> tuple[list[int], list[int]]:
+    """Return the ids of an encoding, and for each 1 if the tokenizer has added it."""
+    return encoding.ids, encoding.special_tokens_mask
+
+
+def find_template(folder: Path) -> str:
+    """Return the tokenizer's chat template: chat_template.jinja, else the one in
+    tokenizer_config.json, which may have several by name. Raises ValueError if there is none."""
+    path = folder / "chat_template.jinja"
+    template = read_json(folder, "tokenizer_config.json").get("chat_template")
+    if path.exists():
+        template = own_file(path, folder).read_text(encoding="utf-8")
+    elif isinstance(template, list):
+        by_name = {entry.get("name"): entry.get("template") for entry in template}
+        template = by_name.get("default")
+    if not isinstance(template, str):
+        raise ValueError(
+            f"--chat: the tokenizer {folder} has no chat template: neither chat_template.jinja, nor "
+            "chat_template in tokenizer_config.json. Put one there, such as that of its chat model"
+        )
+    return template
+
+
+# ---------------------------------------------------------------------------- encoding
+
+
+# A document's text, or a part of it, and whether the document begins and ends with it. There may be
+# millions, so this is a plain tuple.
+TextPart = tuple[str, bool, bool]
+
+
+class Encoder:
+    """Turns batches into ids. Every worker has one."""
+
+    def __init__(self, settings: Settings):
+        self.settings = settings
+        self.tokenizer = load_tokenizer(Path(settings.tokenizer))
+        self.tokenizer.encode_special_tokens = not (settings.special_tokens or settings.chat)
+        self.conversations = Conversations(settings, self.tokenizer) if settings.chat else None
+        added = self.tokenizer.get_added_tokens_decoder().get(settings.end)
+        # if so, no text may have it, unless the command says otherwise
+        self.end_is_special = bool(added and added.special and not settings.special_tokens)
+
+    def encode(self, chunks: list[Chunk]) -> tuple[bytes, bytes, int]:
+        """Return the ids of a batch, its mask (empty without --chat), and the number of documents
+        that end in it. Raises ValueError that names the file and the line."""
+        ids = [np.zeros(0, dtype=int)]
+        mask = [np.zeros(0, dtype=np.uint8)]
+        documents = 0
+        if self.conversations:
+            for chunk in chunks:
+                for row, counts in self.each_record(chunk, self.conversations.encode):
+                    ids.append(row)
+                    mask.append(counts)
+                    documents += 1
+        else:
+            for group in self.groups(chunks):
+                ids.append(self.encode_texts(group))
+                documents += sum(last for _, _, last in group)
+        ids = np.concatenate(ids).astype(self.settings.dtype)
+        return ids.tobytes(), np.concatenate(mask).tobytes(), documents
+
+    def groups(self, chunks: list[Chunk]) -> Iterator[list[TextPart]]:
+        """Yield the texts of a batch in groups of at most DOCUMENT_BYTES characters, or of one
+        text: the library needs a hundred times that much memory."""
+        group, size = [], 0
+        for chunk in chunks:
+            for part in self.texts(chunk):
+                if group and size + len(part[0]) > DOCUMENT_BYTES:
+                    yield group
+                    group, size = [], 0
+                group.append(part)
+                size += len(part[0])
+        if group:
+            yield group
+
+    def texts(self, chunk: Chunk) -> Iterator[TextPart]:
+        """Yield the texts of a chunk. Raises ValueError."""
+        if self.settings.sources[chunk.start.source].kind == "text":
+            yield self.decode(chunk), chunk.first, chunk.last
+            return
+        name = self.settings.text_field
+        for text in self.each_record(chunk, lambda record: record_text(record, name)):
+            if len(text) * 4 <= DOCUMENT_BYTES:  # it is short enough in any encoding
+                yield text, True, True
+            else:
+                yield from text_parts(text)
+
+    def encode_texts(self, group: list[TextPart]) -> np.ndarray:
+        """Return the ids of texts (tokens,), with the tokens that begin and end a document."""
+        texts = [text for text, _, _ in group]
+        encodings = self.tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+        bos, end = self.settings.bos, self.settings.end
+        ids = []
+        for (text, first, last), encoding in zip(group, encodings):
+            found = encoding.ids
+            if self.end_is_special and end in found:
+                raise ValueError(
+                    f"the text that begins with {text[:40]!r} spells the document token {end}, and "
+                    "this tokenizer cannot treat that as text. Pass --special-tokens, or another "
+                    "--document-token"
+                )
+            if first:
+                ids += bos
+            ids += found
+            if last and end >= 0:
+                ids.append(end)
+        return np.array(ids, dtype=int)
+
+    def decode(self, chunk: Chunk) -> str:
+        """Return a chunk's text. Raises ValueError that names the file and the position."""
+        try:
+            return chunk.content.decode()
+        except UnicodeDecodeError as e:
+            path = self.settings.sources[chunk.start.source].path
+            raise not_utf8(path, e, chunk.start.position + e.start) from e
+
+    def each_record(self, chunk: Chunk, act: Callable) -> Iterator:
+        """Yield act(record) for each line of JSON. Blank lines are left out. Raises ValueError that
+        names the file and the line."""
+        source = self.settings.sources[chunk.start.source]
+        text = self.decode(chunk)
+        if source.kind == "lines" and chunk.start.position == 0:
+            text = text.removeprefix("\ufeff")  # some programs begin a file with this sign
+        for number, line in enumerate(text.split("\n"), chunk.start.line + 1):
+            if not line or line.isspace():
+                continue
+            try:
+                yield act(parse_record(line))
+            except ValueError as e:
+                unit = "line" if source.kind == "lines" else "row"
+                raise ValueError(f"{source.path} {unit} {number}: {e}") from e
+
+
+def parse_record(line: str) -> dict:
+    """Return the object of a line of JSON. Raises ValueError."""
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError) as e:
+        raise ValueError(f"broken JSON: {e}") from e
+    if not isinstance(record, dict):
+        raise ValueError(f"a JSON object is expected, and this is a {type(record).__name__}")
+    return record
+
+
+def record_text(record: dict, name: str) -> str:
+    """Return the text of a record. Raises ValueError if it has none."""
+    text = record.get(name)
+    if isinstance(text, str):
+        check_text(text)
+        return text
+    if name in record:
+        raise ValueError(f"its field {name} is no text, but {json.dumps(text)[:40]}")
+    raise ValueError(
+        f"it has no field {name}. Its fields are {', '.join(record) or 'none'}: name one of them "
+        "with --field"
+    )
+
+
+def check_text(text: str) -> None:
+    """Raise ValueError if a text has a half of a surrogate pair, which JSON can spell, but UTF-8
+    cannot."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as e:
+        raise ValueError(
+            f"character {e.start} is \\u{ord(text[e.start]):04x}, the half of a surrogate pair, "
+            "which is no character. Repair the text"
+        ) from e
+
+
+def text_parts(text: str) -> Iterator[TextPart]:
+    """Yield a text in parts, cut as a text file is."""
+    content = text.encode()
+    start = 0
+    while start < len(content):
+        size = cut_position(content[start : start + DOCUMENT_BYTES + 1])
+        end = start + size
+        yield content[start:end].decode(), start == 0, end == len(content)
+        start = end
+
+
+# ---------------------------------------------------------------------------- conversations
+
+SHAREGPT_ROLES = {
+    "system": "system",
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "assistant": "assistant",
+    "chatgpt": "assistant",
+    "tool": "tool",
+}
+GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+
+
+class Conversations:
+    """Makes the text of conversations with the tokenizer's chat template, and says which of its
+    characters are the assistant's.
+
+    If the template marks them by {% generation %}, its marks count as they stand. Otherwise the
+    template is applied to the conversation's beginnings. For an assistant's message k:
+
+        prompt   messages before k, with the generation prompt    <|user|>hi<|/|>\\n<|assistant|>
+        upto     messages up to k                                 ... <|assistant|>oh you<|/|>\\n
+        counts   what `upto` has after `prompt`                   oh you<|/|>
+
+    What follows the last special token there is left out if it is white space, because the model
+    stops at that token. An empty message counts with its end of turn only. A token counts if one of
+    its characters does, but white space that a special token takes from the assistant does not make
+    that token count.
+    """
+
+    def __init__(self, settings: Settings, tokenizer):
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        self.settings = settings
+        self.tokenizer = tokenizer
+        self.tokenizer.post_processor = None  # it may take spaces out of a token's offsets
+        self.render_template = render_jinja_template
+        added = tokenizer.get_added_tokens_decoder().values()
+        special = sorted((t for t in added if t.special), key=lambda t: -len(t.content))
+        nothing = "(?!)"  # matches nowhere, if there are no special tokens
+        names = [re.escape(token.content) for token in special]
+        self.special = re.compile("|".join(names) or nothing)
+        # Some tokens take the white space beside them, which may be the assistant's
+        self.taking_spaces = {
+            i for i, t in tokenizer.get_added_tokens_decoder().items() if t.lstrip or t.rstrip
+        }
+        for i, token in enumerate(special):
+            before, after = (r"\s*" if takes else "" for takes in (token.lstrip, token.rstrip))
+            names[i] = before + names[i] + after
+        self.splitter = re.compile("(" + ("|".join(names) or nothing) + ")")
+
+    # ---- the text of a conversation
+
+    def render(self, messages: list, tools: list | None, prompt=False, marks=False):
+        """Return the template's text, and the spans that it marks if `marks`. prompt: end with the
+        generation prompt. Raises ValueError if the template raises an error.
+
+        transformers runs the template in jinja2's sandbox, because templates come from other
+        people.
+        """
+        try:
+            texts, spans = self.render_template(
+                [messages],
+                tools=tools,
+                chat_template=self.settings.template,
+                return_assistant_tokens_mask=marks,
+                add_generation_prompt=prompt,
+                **self.settings.template_tokens,
+            )
+        except Exception as e:  # a template may raise anything
+            raise ValueError(
+                "the chat template refuses the conversation"
+                f"{' up to an assistant message' if prompt else ''}: {type(e).__name__}: {e}"
+            ) from e
+        return texts[0], spans[0] if spans else []
+
+    def text(self, record: dict) -> tuple[str, np.ndarray, str]:
+        """Return the text of a conversation, for each of its characters whether it counts, and the
+        mark of protect(). Raises ValueError."""
+        check_text(json.dumps(record, ensure_ascii=False))
+        messages, tools = read_messages(record), record.get("tools")
+        if not isinstance(tools, list | None):
+            raise ValueError("its field tools is no list")
+        mark = ""
+        if not self.settings.special_tokens:
+            mark, messages, tools = self.protect(messages, tools or None)
+
+        if GENERATION.search(self.settings.template):
+            text, spans = self.render(messages, tools, marks=True)
+        else:
+            text, spans = self.spans_of_beginnings(messages, tools)
+        counts = np.zeros(len(text), dtype=np.uint8)
+        for start, end in spans:
+            counts[start:end] = 1
+        return text, counts, mark
+
+    def spans_of_beginnings(self, messages: list, tools: list | None) -> tuple[str, list]:
+        """Return the text of a conversation, and the spans of the assistant's messages in it. Raises
+        ValueError if the text does not begin as that of a shorter conversation."""
+        whole, _ = self.render(messages, tools)
+        spans = []
+        for k, message in enumerate(messages):
+            if message.get("role") != "assistant":
+                continue
+            prompt, _ = self.render(messages[:k], tools, prompt=True)
+            upto, _ = self.render(messages[: k + 1], tools)
+            if not (whole.startswith(upto) and upto.startswith(prompt)):
+                raise ValueError(
+                    f"the chat template changes the text of message {k + 1} or of earlier "
+                    "ones when later ones follow (some drop earlier thinking), so the assistant's "
+                    "part cannot be found. Mark it in the template by {% generation %} and "
+                    "{% endgeneration %}, or end the conversation at its first answer"
+                )
+            turn = upto[len(prompt) :]
+            ends = [match.end() for match in self.special.finditer(turn)]
+            if ends and not turn[ends[-1] :].strip():
+                turn = turn[: ends[-1]]
+            spans.append((len(prompt), len(prompt) + len(turn)))
+        return whole, spans
+
+    # ---- text that spells a special token
+
+    def protect(self, messages: list, tools: list | None) -> tuple:
+        """Break up special tokens that messages spell, so that they stay text: put a sign that
+        occurs nowhere else after their first character. encode() takes it out again. Return the
+        sign, or an empty text if there was nothing to do, and the new messages and tools."""
+        content = json.dumps([messages, tools], ensure_ascii=False)
+        signs = map(chr, range(0xE000, 0xF8FF))  # Unicode leaves these to private use
+        mark = next(s for s in signs if s not in content and s not in self.settings.template)
+
+        def change(value):
+            if isinstance(value, str):
+                return self.special.sub(lambda match: f"{match[0][0]}{mark}{match[0][1:]}", value)
+            if isinstance(value, list):
+                return [change(item) for item in value]
+            if isinstance(value, dict):
+                return {key: change(item) for key, item in value.items()}
+            return value
+
+        changed = change(messages), change(tools)
+        if changed == (messages, tools):
+            return "", messages, tools
+        return mark, *changed
+
+    # ---- ids and mask
+
+    def encode(self, record: dict) -> tuple[np.ndarray, np.ndarray]:
+        """Return the ids of a conversation and its mask, both (tokens,). Raises ValueError, also if
+        the document token occurs within the conversation."""
+        whole, whole_counts, mark = self.text(record)
+        parts = self.split(whole, whole_counts, mark) if mark else [(whole, whole_counts)]
+        ids, mask = [], []
+        for text, counts in parts:
+            if isinstance(text, int):
+                ids.append(text)
+                mask.append(counts.any())
+            else:
+                self.tokenizer.encode_special_tokens = bool(mark)
+                encoding = self.tokenizer.encode(text, add_special_tokens=False)
+                spans = [
+                    without_spaces(text, *span) if token in self.taking_spaces else span
+                    for token, span in zip(encoding.ids, encoding.offsets)
+                ]
+                ids += encoding.ids
+                mask += token_counts(spans, counts).tolist()
+        self.tokenizer.encode_special_tokens = False
+
+        end = self.settings.end
+        if end in ids[:-1]:
+            token = self.tokenizer.id_to_token(end)
+            raise ValueError(
+                f"the end token {end} ({token}) also occurs within the "
+                "conversation, where it would end the document. Name another one with "
+                f"--document-token ID: {self.settings.other_ends}"
+            )
+        if end >= 0 and ids[-1:] != [end]:
+            ids.append(end)
+            mask.append(0)
+        return np.array(ids, dtype=int), np.array(mask, dtype=np.uint8)
+
+    def split(self, text: str, counts: np.ndarray, mark: str) -> list[tuple]:
+        """Cut a text at its special tokens. Return pairs: the id of such a token, or a text without
+        marks, and which of its characters count. Raises ValueError if the tokenizer does not treat
+        these parts as it treats the whole."""
+        parts, with_marks = [], []
+        position = 0
+        for piece in self.splitter.split(text):
+            piece_counts = counts[position : position + len(piece)]
+            position += len(piece)
+            token = self.tokenizer.token_to_id(piece.strip()) if piece else None
+            if piece and self.splitter.fullmatch(piece):
+                start, end = without_spaces(piece, 0, len(piece))
+                parts.append((token, piece_counts[start:end]))
+                with_marks.append(token)
+            elif piece:
+                keep = np.array([sign != mark for sign in piece])
+                parts.append((piece.replace(mark, ""), piece_counts[keep]))
+                with_marks += self.tokenizer.encode(piece, add_special_tokens=False).ids
+        whole = self.tokenizer.encode(text, add_special_tokens=False).ids
+        if with_marks != whole:
+            raise ValueError(
+                "a message spells a special token, and this tokenizer cannot "
+                "treat it as text. Change the message, or pass --special-tokens"
+            )
+        return parts
+
+
+def without_spaces(text: str, start: int, end: int) -> tuple[int, int]:
+    """Return where text[start:end] begins and ends without the white space around it."""
+    content = text[start:end]
+    if not content.strip():
+        return start, end
+    return end - len(content.lstrip()), start + len(content.rstrip())
+
+
+def token_counts(offsets: list[tuple[int, int]], counts: np.ndarray) -> np.ndarray:
+    """Return for each token whether one of its characters counts. offsets: the first character of
+    each token, and the one after its last. counts: (characters,), 0 or 1."""
+    if not offsets:
+        return np.zeros(0, dtype=np.uint8)
+    starts, ends = np.array(offsets).T
+    ends = np.maximum(ends, starts + 1)  # a token may have no character of its own
+    before = np.concatenate([[0], np.cumsum(counts, dtype=int), [0]])
+    before[-1] = before[-2]
+    limit = len(before) - 1
+    return (before[np.minimum(ends, limit)] > before[np.minimum(starts, limit)]).astype(np.uint8)
+
+
+def read_messages(record: dict) -> list[dict]:
+    """Return a conversation's messages as {"role": ..., "content": ...}. Other entries of a message
+    stay as they are. Raises ValueError."""
+    name = next((name for name in CHAT_FIELDS[:2] if record.get(name)), None)
+    if name is None:
+        raise ValueError(
+            f"it has no field messages (or conversations) with a conversation. Its fields are "
+            f"{', '.join(record) or 'none'}"
+        )
+    messages = record[name]
+    if not (isinstance(messages, list) and all(isinstance(m, dict) for m in messages)):
+        raise ValueError(f'{name} is no list of {{"role": ..., "content": ...}}')
+    if "from" in messages[0]:
+        messages = [
+            {"role": SHAREGPT_ROLES.get(m.get("from")), "content": m.get("value")} for m in messages
+        ]
+    for k, message in enumerate(messages):
+        if not isinstance(message.get("role"), str):
+            original = record[name][k]
+            raise ValueError(
+                f"message {k + 1} has an unknown role: "
+                f"{json.dumps(original.get('role', original.get('from')))[:40]}"
+            )
+        if "content" not in message and "tool_calls" not in message:
+            raise ValueError(f"message {k + 1} has no content")
+        if message.get("content") is None and "tool_calls" not in message:
+            raise ValueError(f"the content of message {k + 1} is null")
+    if not any(message["role"] == "assistant" for message in messages):
+        raise ValueError(
+            "no message has the role assistant, so no token would count as a label. "
+            "Leave the conversation out"
+        )
+    return messages
+
+
+# ---------------------------------------------------------------------------- workers
+
+ENCODER: Encoder | None = None  # of this worker process
+
+
+def start_worker(settings: Settings) -> None:
+    """Prepare a worker process. It ends when its parent does, even if that was killed."""
+    global ENCODER
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends the workers
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the workers share the cores
+
+    def end_with_parent():
+        multiprocessing.connection.wait([multiprocessing.parent_process().sentinel])
+        os._exit(1)
+
+    threading.Thread(target=end_with_parent, daemon=True).start()
+    ENCODER = Encoder(settings)
+
+
+def encode_in_worker(chunks: list[Chunk]) -> tuple[bytes, bytes, int]:
+    return ENCODER.encode(chunks)
+
+
+def encoded(batches: Iterable[list[Chunk]], settings: Settings, workers: int) -> Iterator[tuple]:
+    """Yield each batch with its ids, mask and number of documents, in order. Raises what the reader
+    or a worker raises, whichever comes first in the order of the inputs."""
+    if workers == 1:
+        encoder = Encoder(settings)
+        for batch in batches:
+            yield batch, encoder.encode(batch)
+        return
+
+    # A fork of a process with threads may hang, so workers are forks of a fresh process, which
+    # imports this program once
+    context = multiprocessing.get_context("forkserver")
+    pool = ProcessPoolExecutor(workers, context, start_worker, (settings,))
+    waiting = collections.deque()
+    in_flight = 0  # bytes
+    failure = None
+    try:
+        batches = iter(batches)
+        while True:
+            try:
+                batch = None if failure else next(batches, None)
+            except (ValueError, OSError) as e:
+                failure, batch = e, None
+            if batch:
+                size = sum(len(chunk.content) for chunk in batch)
+                waiting.append((batch, size, pool.submit(encode_in_worker, batch)))
+                in_flight += size
+            while waiting and (
+                batch is None
+                or len(waiting) >= 2 * workers
+                or in_flight > 2 * workers * DOCUMENT_BYTES
+            ):
+                oldest, size, future = waiting.popleft()
+                in_flight -= size
+                yield oldest, future.result()
+            if batch is None:
+                break
+        if failure:
+            raise failure
+    except BrokenProcessPool:
+        raise OSError(
+            f"a worker process died, perhaps because memory ran out. Pass fewer than --workers "
+            f"{workers}"
+        ) from None
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+# ---------------------------------------------------------------------------- writing
+
+
+@dataclass
+class Progress:
+    """How far a command is. It is kept in OUT.partial/progress.json."""
+
+    job: str  # a checksum of everything that decides the bytes of the files
+    cursor: list[int] = field(default_factory=lambda: list(Cursor()))
+    tokens: int = 0
+    documents: int = 0
+    labels: int = 0  # --chat: tokens that count as labels
+    ids_crc32: int = 0
+    mask_crc32: int = 0
+
+
+def job_key(settings: Settings) -> str:
+    """Return a checksum of what decides the bytes of the files: flags, tokenizer, template and the
+    names, sizes and times of the inputs."""
+    tokenizer = load_tokenizer(Path(settings.tokenizer)).to_str()
+    limits = DOCUMENT_BYTES, str(settings.dtype)
+    flags = [value for value in astuple(settings) if value != settings.tokenizer]
+    return hashlib.sha256(repr((tokenizer, limits, flags)).encode()).hexdigest()[:32]
+
+
+def outputs_of(out: Path) -> dict[str, Path]:
+    """Return the paths that a command writes."""
+    return {
+        "ids": out,
+        "sidecar": Path(f"{out}.json"),
+        "mask": out.with_suffix(".mask"),
+        "partial": Path(f"{out}.partial"),
+    }
+
+
+def write(settings: Settings, out: Path, workers: int) -> Progress:
+    """Write OUT, its sidecar and its mask, from where an earlier command of the same kind has
+    ended. Return what was written.
+
+    Raises ValueError if an input cannot be read; then nothing stays. Raises OSError if a file
+    cannot be written; then the same command can go on.
+    """
+    paths = outputs_of(out)
+    for path in paths.values():
+        if path.is_symlink():
+            raise OSError(f"{path} is a link, through which nothing is written. Remove the link")
+    if out.exists():
+        raise ValueError(
+            f"--out {out} exists already, and nothing is overwritten. Remove it, or name another "
+            "file"
+        )
+    paths["partial"].mkdir(parents=True, exist_ok=True)
+    with contextlib.ExitStack() as stack:
+        lock = stack.enter_context(open(own_or_absent(paths["partial"] / "lock"), "a"))
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ValueError(f"--out {out}: another command writes this file now") from None
+        except OSError:
+            pass  # some shared file systems have no locks
+        progress = read_progress(paths, job_key(settings))
+        try:
+            if progress.cursor[0] < len(settings.sources):
+                append(settings, paths["partial"], progress, workers)
+            if not progress.tokens:
+                raise ValueError("the inputs hold no document, so there is nothing to write")
+            if settings.chat and not progress.labels:
+                raise ValueError(
+                    "no token counts as a label: the chat template marks nothing of the assistant's"
+                )
+            check_unchanged(settings.sources)
+        except ValueError:
+            shutil.rmtree(paths["partial"])  # another input makes another file
+            raise
+        finish(settings, paths)
+    return progress
+
+
+def check_unchanged(sources: list[Source]) -> None:
+    """Raise ValueError if a source has changed since it was found."""
+    for source in sources:
+        if identify(source.path) != source:
+            raise ValueError(f"{source.path} has changed while it was read. Start again")
+
+
+def read_progress(paths: dict[str, Path], job: str) -> Progress:
+    """Return how far an earlier command was. Raises ValueError if it was another command, or if its
+    files are not what it wrote."""
+    partial = paths["partial"]
+    path = own_or_absent(partial / "progress.json")
+    if not path.exists():
+        return Progress(job)
+    advice = f"Remove {partial} to begin again, or name another --out"
+    try:
+        progress = Progress(**json.loads(path.read_text()))
+    except (ValueError, TypeError) as e:
+        raise ValueError(f"{path} cannot be read: {e}. {advice}") from e
+    if progress.job != job:
+        raise ValueError(
+            f"{partial} was begun with other flags, another tokenizer or other inputs, or on "
+            f"another day if the chat template writes the date. {advice}"
+        )
+    return progress
+
+
+def checksum(path: Path, size: int) -> int | None:
+    """Return the CRC-32 of the first `size` bytes of a file, or None if it has fewer."""
+    crc32 = 0
+    with open(path, "rb") as file:
+        while size:
+            block = file.read(min(size, 2**20))
+            if not block:
+                return None
+            crc32 = zlib.crc32(block, crc32)
+            size -= len(block)
+    return crc32
+
+
+def append(settings: Settings, partial: Path, progress: Progress, workers: int) -> None:
+    """Append the ids of all batches that are missing, and note the progress every few seconds.
+    Raises ValueError or OSError."""
+    from tqdm import tqdm
+
+    widths = {"ids": settings.dtype.itemsize} | ({"mask": 1} if settings.chat else {})
+    with contextlib.ExitStack() as stack:
+        files = {}
+        for name, width in widths.items():
+            path = own_or_absent(partial / name)
+            path.touch()
+            if checksum(path, progress.tokens * width) != getattr(progress, f"{name}_crc32"):
+                raise OSError(
+                    f"{path} is not what was written there. Remove {partial} to begin again"
+                )
+            os.truncate(path, progress.tokens * width)
+            files[name] = stack.enter_context(open(path, "ab"))
+
+        sizes = [source.size for source in settings.sources]
+        before = [0, *itertools.accumulate(sizes)]
+        bar = stack.enter_context(
+            tqdm(total=before[-1], unit="B", unit_scale=True, mininterval=2, desc="tokenise")
+        )
+        if progress.tokens:
+            bar.write(f"going on after {progress.tokens:,} tokens", file=sys.stderr)
+        batches = read_batches(settings.sources, Cursor(*progress.cursor), settings.fields)
+        saved = time.monotonic()
+        for batch, (ids, mask, documents) in encoded(batches, settings, workers):
+            files["ids"].write(ids)
+            if settings.chat:
+                files["mask"].write(mask)
+            progress.tokens += len(ids) // widths["ids"]
+            progress.documents += documents
+            progress.labels += mask.count(1)
+            progress.ids_crc32 = zlib.crc32(ids, progress.ids_crc32)
+            progress.mask_crc32 = zlib.crc32(mask, progress.mask_crc32)
+            progress.cursor = list(batch[-1].end)
+            done = before[batch[-1].start.source] + batch[-1].bytes_read
+            bar.update(done - bar.n)
+            if time.monotonic() - saved > COMMIT_SECONDS:
+                commit(settings, partial, progress, files)
+                saved = time.monotonic()
+        progress.cursor = list(Cursor(len(settings.sources)))
+        commit(settings, partial, progress, files)
+
+
+def commit(settings: Settings, partial: Path, progress: Progress, files: dict) -> None:
+    """Note the progress, after the ids up to there are on the disk."""
+    if settings.date and settings.date != time.strftime("%Y-%m-%d"):
+        raise ValueError(
+            "the chat template writes the date, and a new day has begun, so conversations would "
+            "differ. Start the command again"
+        )
+    for file in files.values():
+        file.flush()
+        os.fsync(file.fileno())
+    content = json.dumps(vars(progress))
+    replace_file(partial / "progress.json", lambda new: new.write_text(content))
+
+
+def finish(settings: Settings, paths: dict[str, Path]) -> None:
+    """Give the files their names. The ids come last, so that OUT is always complete. A command that
+    was killed between two of these steps goes on with the next one."""
+    sidecar = {
+        "token_bytes": settings.dtype.itemsize,
+        "document_token": settings.end,
+        "vocab": settings.vocab,
+    }
+    if settings.chat:
+        sidecar["mask"] = paths["mask"].name
+        if (paths["partial"] / "mask").exists():
+            os.replace(paths["partial"] / "mask", paths["mask"])
+    content = json.dumps(sidecar) + "\n"
+    replace_file(paths["sidecar"], lambda new: new.write_text(content))
+    os.replace(paths["partial"] / "ids", paths["ids"])
+    shutil.rmtree(paths["partial"])
+
+
+# ---------------------------------------------------------------------------- commands
+
+
+def make_settings(
+    sources: list[Source],
+    tokenizer_folder: str,
+    text_field: str = "text",
+    document_token: int | None = None,
+    bos: bool = False,
+    special_tokens: bool = False,
+    chat: bool = False,
+) -> Settings:
+    """Return the settings for flags and inputs, after all checks that need no data. Raises
+    ValueError."""
+    folder = Path(tokenizer_folder)
+    if not folder.is_dir():
+        raise ValueError(
+            f"--tokenizer {folder}: there is no such folder. `hf download NAME --local-dir DIR` "
+            "fetches one"
+        )
+    tokenizer = load_tokenizer(folder)
+    vocab = max(tokenizer.get_vocab().values(), default=-1) + 1
+    end = find_end_token(tokenizer, folder) if document_token is None else document_token
+    if end >= vocab:
+        raise ValueError(
+            f"--document-token {end}: the tokenizer {folder} has {vocab} tokens, so its ids end at "
+            f"{vocab - 1}"
+        )
+    if chat and bos:
+        raise ValueError("--bos: with --chat the chat template writes the first token. Drop --bos")
+    if not chat:
+        first_tokens = find_first_tokens(tokenizer, folder) if bos else []
+        return Settings(sources, str(folder), end, vocab, first_tokens, text_field, special_tokens)
+
+    for source in sources:
+        if source.kind in ("text", "csv", "tsv"):
+            raise ValueError(
+                f"{source.path}: --chat reads conversations from JSON Lines, Parquet, Arrow and "
+                f"datasets, and this is {source.kind}"
+            )
+    template = find_template(folder)
+    tokens = named_tokens(folder)
+    others = config_ids(folder, "eos_token_id") + [
+        tokenizer.token_to_id(tokens.get("pad_token", ""))
+    ]
+    names = {i: tokenizer.id_to_token(i) for i in others if i not in (None, end)}
+    suggested = " or ".join(f"{i} ({token})" for i, token in names.items() if token)
+    return Settings(
+        sources,
+        str(folder),
+        end,
+        vocab,
+        special_tokens=special_tokens,
+        chat=True,
+        template=template,
+        template_tokens=tokens,
+        other_ends=suggested or "an id that no conversation has, or -1 for none",
+        date=time.strftime("%Y-%m-%d") if "strftime_now" in template else "",
+    )
+
+
+def tokenise_data(data: str, folder: str, cache: Path, **flags) -> tuple[str, int]:
+    """Tokenise the text files of train.py's --data into one .bin file in the folder `cache`.
+
+    Returns the path of the .bin file, and the id that ends each document. If --data has .bin files
+    already, returns --data and -1. folder, flags: the tokenizer, and more for make_settings. Raises
+    ValueError or OSError.
+
+    The name of the .bin file is a checksum of the tokenizer and of the files' names, sizes and
+    times, so a later call with the same ones finds it.
+    """
+    files, val = find_files(data)
+    if any(file.suffix == ".bin" for file in files + val):
+        return data, -1
+    settings = make_settings([identify(str(file)) for file in files], folder, **flags)
+    path = cache / f"{job_key(settings)[:16]}.bin"
+    if not path.exists():
+        if cache.is_symlink():
+            raise OSError(f"{cache} is a link, through which nothing is written. Remove the link")
+        size = sum(source.size for source in settings.sources)
+        write(settings, path, 1 if size < SMALL_BYTES else usable_cores())
+    return str(path), settings.end
+
+
+def usable_cores() -> int:
+    """Return the number of cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        description=__doc__.split("\n")[0],
+        epilog="A command that was interrupted goes on where it was when it is started again.",
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "inputs",
+        nargs="+",
+        metavar="INPUT",
+        help="Files and folders to read: plain text, JSON Lines, CSV (each also compressed with "
+        "gzip, bz2, xz or zstd), Parquet, Arrow, and folders that Hugging Face's datasets saved.",
+    )
+    parser.add_argument(
+        "--tokenizer",
+        required=True,
+        metavar="DIR",
+        help="Hugging Face folder with the tokenizer.json to use.",
+    )
+    parser.add_argument(
+        "--out",
+        required=True,
+        metavar="NAME.bin",
+        help="File to write. NAME.bin.json beside it says how to read it. Nothing is overwritten.",
+    )
+    parser.add_argument(
+        "--field",
+        default="text",
+        help="Field of a JSON line, or column of a table, that holds the text (text).",
+    )
+    parser.add_argument(
+        "--chat",
+        action="store_true",
+        help="Each document is a conversation: a field messages with a list of role and content, "
+        "or ShareGPT's conversations with from and value. The tokenizer's chat template is "
+        "applied. NAME.mask says which tokens count as labels: only the assistant's.",
+    )
+    parser.add_argument(
+        "--bos",
+        action="store_true",
+        help="Begin each document with the tokenizer's own first token.",
+    )
+    parser.add_argument(
+        "--document-token",
+        type=int,
+        metavar="ID",
+        help="Id that ends each document. It is the tokenizer's end token unless this flag names "
+        "another one. -1: nothing ends a document.",
+    )
+    parser.add_argument(
+        "--special-tokens",
+        action="store_true",
+        help="Text that spells a special token becomes that token. Without this flag it is text.",
+    )
+    parser.add_argument(
+        "--workers",
+        type=int,
+        default=usable_cores(),
+        metavar="N",
+        help="Number of processes that tokenise. The default is the number of cores. The files "
+        "are the same for any number.",
+    )
+    return parser
+
+
+def one_line(text: str) -> str:
+    """Return a message of a library on one line."""
+    return " ".join(text.split())
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run a command. Return the exit status: 0, or 2 if something cannot be read or written."""
+    args = make_parser().parse_args(argv)
+    out = Path(os.path.expanduser(args.out))
+    try:
+        if out.suffix != ".bin":
+            raise ValueError(f"--out {args.out}: its name must end in .bin: --out {out}.bin")
+        if args.workers < 1:
+            raise ValueError(f"--workers {args.workers}: choose at least 1")
+        if args.document_token is not None and args.document_token < -1:
+            raise ValueError(f"--document-token {args.document_token}: choose an id, or -1")
+        inputs = [os.path.expanduser(path) for path in args.inputs]
+        settings = make_settings(
+            find_sources(inputs, [str(path) for path in outputs_of(out).values()]),
+            os.path.expanduser(args.tokenizer),
+            args.field,
+            args.document_token,
+            args.bos,
+            args.special_tokens,
+            args.chat,
+        )
+        written = write(settings, out, args.workers)
+    except OSError as e:
+        reason = f"{e}"
+        if e.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            reason = f"{out} cannot be written: {e.strerror}. Make space on that disk"
+        if outputs_of(out)["partial"].exists():
+            reason += ". What is done is kept: start the same command again, and it goes on"
+        print(f"prepare.py: error: {one_line(reason)}", file=sys.stderr)
+        return 2
+    except ValueError as e:
+        print(f"prepare.py: error: {one_line(str(e))}", file=sys.stderr)
+        return 2
+
+    text = f"{out}: {written.documents:,} documents, {written.tokens:,} tokens"
+    text += f" of {settings.dtype.itemsize} bytes"
+    if settings.chat:
+        text += f", of which {written.labels:,} count as labels"
+    print(f"{text}; document token {settings.end}")
+    return 0
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        sys.exit("prepare.py: interrupted. Start the same command again, and it goes on")
