@@ -1,8 +1,9 @@
-"""config.json of published Hugging Face models, with the keys and values that their authors wrote.
+"""config.json of published Hugging Face models, for comparisons with transformers.
 
 PUBLISHED is {name of the model: (config.json, refusal)}. refusal is "" for a model that --init
-hf:DIR imports, else a regular expression for the error that names what is not supported. `shrink`
-makes the model of a config.json so small that a test can build it.
+hf:DIR imports, else a regular expression for the error that names what is not supported. The keys
+are spelt as in the published file, and the values of rotary embedding, windows and tied heads are
+its values. `shrink` replaces the sizes, so that a test can build the model.
 
 Left out: keys that describe the file and not the model, such as _name_or_path.
 """

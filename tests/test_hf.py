@@ -796,6 +796,7 @@ def same_weights(a: Path, b: Path) -> bool:
     return all(torch.equal(a[name], b[name]) for name in a)
 
 
+@slow
 def test_hf_export_at_every_save(tmp_path, capsys):
     """With --save-every, each save also exports. A failed export costs neither the run, the
     checkpoint nor the export before it. Catches an export of other weights than the checkpoint's,
@@ -823,6 +824,7 @@ def test_hf_export_at_every_save(tmp_path, capsys):
         assert same_weights(place, tmp_path / f"x{step}-hf"), step
 
 
+@slow
 def test_hf_export_that_fails_loses_nothing(tmp_path, capsys):
     """If the disk is full at one export, the run goes on and says so; at the last, it fails.
     Catches a run, a checkpoint or an export that a full disk costs."""
