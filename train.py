@@ -440,8 +440,8 @@ def open_data(cfg: Config, model: ModelConfig) -> tuple:
     With --tokenizer, rank 0 writes the tokens of the text unless an earlier run has done so. The
     other ranks wait, which may take hours. Raises ConfigError. A collective of all ranks.
     """
-    shares = all_or_none(parse_mixture, cfg.data)
-    paths = [share.path for share in shares]
+    sources = all_or_none(parse_mixture, cfg.data)
+    paths = [source.path for source in sources]
     own_folders = [folder for folder in (cfg.out, cfg.export) if folder]  # they are no data
     if cfg.tokenizer:
         # patient_group has no time-out. If rank 0 dies, its connections close and end the others
@@ -487,8 +487,8 @@ def open_data(cfg: Config, model: ModelConfig) -> tuple:
             split(corpus, val_corpus, cfg.seq, cfg.seed, LLaMA.labels_ahead)
             for corpus, val_corpus in opened
         ]
-        numbers = tuple(block_shares(shares))
-        training, validation = (Mixture(sources, numbers) for sources in zip(*pairs))
+        shares = tuple(block_shares(sources))
+        training, validation = (Mixture(sequences, shares) for sequences in zip(*pairs))
         return training, validation, fingerprint(corpora)
 
     training, validation, data_fingerprint = all_or_none(read)
