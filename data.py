@@ -391,7 +391,7 @@ def refuse_bytes(path: Path, position: int, reason: str) -> None:
     """Raise ValueError about a file that is not text. position: of the first wrong byte."""
     raise ValueError(
         f"--data: {path} is not UTF-8 text: {reason} at byte {position}. Convert it, for example "
-        "with iconv, or keep it out of the folder"
+        "with iconv, or keep it out of the folder. If it holds token ids, call it NAME.bin"
     )
 
 

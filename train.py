@@ -675,9 +675,12 @@ def print_run(run: Run, plans: list[costs.Plan]) -> None:
             "trained as two matrices, and exported as two unless they are still equal"
         )
 
+    files = [file for source in run.training.sources for file in source.corpus.files]
     documents = ""
     if cfg.document_token >= 0:
         documents = f"; documents end with token {cfg.document_token}"
+    elif any(file.document_token not in (None, -1) for file in files):
+        documents = "; attention crosses documents, because --document-token is -1"
     print0(f"data {cfg.data}: {describe_sources(run, range(len(run.training.sources)))}{documents}")
     print_mixture(run)
     print_plan(run, plans[1:] if cfg.dry_run else plans[1:2])

@@ -357,7 +357,7 @@ def weights_after(flags: str, out: Path) -> dict[str, torch.Tensor]:
 
 
 @parametrize("documents", [-1, 10])
-def test_data_masked_labels_change_no_bit(documents, tmp_path, monkeypatch):
+def test_data_masked_labels_change_no_bit(documents, tmp_path, monkeypatch, capsys):
     """What a masked label would have been changes no bit of the weights after two steps.
 
     The labels are made from other tokens, and a token's input stays as it is. If a token that
@@ -366,6 +366,8 @@ def test_data_masked_labels_change_no_bit(documents, tmp_path, monkeypatch):
     flags = f"--steps 2 --batch 2 --data {conversations(tmp_path / 'ids.bin')}"
     flags += f" --document-token {documents}"
     expected = weights_after(flags, tmp_path / "plain")
+    said = capsys.readouterr().out
+    assert ("; attention crosses documents, because" in said) == (documents == -1)
     make_labels = train.make_labels
 
     def other_labels(run, windows, counts, own_tokens):
