@@ -165,14 +165,14 @@ def fresh_folder(path: Path) -> None:
 # ---------------------------------------------------------------------------- which files
 
 
-class Share(NamedTuple):
-    """A source of --data, and how much of it is drawn, relative to the other sources."""
+class Source(NamedTuple):
+    """A file or folder of --data, and how much of it is drawn, relative to the other sources."""
 
     path: str
     weight: float
 
 
-def parse_mixture(data: str) -> list[Share]:
+def parse_mixture(data: str) -> list[Source]:
     """Return the sources of --data: one, or several with weights as in "a.bin:0.7,b.bin:0.3".
 
     If a file or folder has the whole name, it is one source, whatever commas and colons are in it.
@@ -184,7 +184,7 @@ def parse_mixture(data: str) -> list[Share]:
         return path == "stdlib" or os.path.exists(path)
 
     if exists(data) or not re.search("[,:]", data):
-        return [Share(data, 1.0)]
+        return [Source(data, 1.0)]
 
     form = "Write --data PATH:WEIGHT,PATH:WEIGHT, such as a.bin:0.7,b.bin:0.3"
     sources = []
@@ -197,7 +197,7 @@ def parse_mixture(data: str) -> list[Share]:
                 raise ValueError(
                     f"--data {data}: the weight {weight!r} of {path} is no positive number. {form}"
                 )
-            sources.append(Share(path, float(weight)))
+            sources.append(Source(path, float(weight)))
             text = ""
         else:
             text += ","
@@ -410,7 +410,7 @@ def refuse_bytes(path: Path, position: int, reason: str) -> None:
     """Raise ValueError about a file that is not text. position: of the first wrong byte."""
     raise ValueError(
         f"--data: {path} is not UTF-8 text: {reason} at byte {position}. Convert it, for example "
-        "with iconv, or keep it out of the folder"
+        "with iconv, or keep it out of the folder. If it holds token ids, call it NAME.bin"
     )
 
 
@@ -520,8 +520,8 @@ def describe(path: Path, vocab: int = 0) -> TokenFile:
 def read_sidecar(path: Path) -> dict:
     """Return the content of FILE.bin.json, or {} if there is none. Raises ValueError."""
     try:
-        fields = json.loads(regular(path).read_text())
-        if fields["token_bytes"] not in (2, 4):
+        fields = json.loads(regular(path).read_text(encoding="utf-8"))
+        if type(fields["token_bytes"]) is not int or fields["token_bytes"] not in (2, 4):
             raise ValueError("token_bytes is neither 2 nor 4")
         for name, least in (("document_token", -1), ("ignore", -1), ("vocab", 1)):
             value = fields.get(name, least)
@@ -634,30 +634,34 @@ def certain_width(path: Path, size: int, vocab: int) -> np.dtype:
     read. Raises ValueError if the width is not certain, or if the file holds no ids at all.
     """
     refuse_format(path)
+    limit = max(vocab, MOST_IDS)  # no 4-byte id reaches it
+    high_limit = limit >> 16  # nor does the upper half of one reach this, if it is not equal
+    largest = largest_low = largest_high = 0
     with open(path, "rb") as handle:
-        start = handle.read(2 * SCAN_TOKENS)
-    if len(start) >= 64 and b"\0" not in start and is_utf8(start):
-        raise ValueError(
-            f"--data: {path} is text, but files of this ending hold token ids. Name it "
-            f'{path.with_suffix(".txt")}, or write {{"token_bytes": 2}} into {path}.json if it '
-            "does hold ids"
-        )
-    if size % 4 or not size:
-        return np.dtype("<u2")
+        block = handle.read(2**16)
+        if len(block) >= 64 and b"\0" not in block and is_utf8(block):
+            raise ValueError(
+                f"--data: {path} is text, but files of this ending hold token ids. Name it "
+                f'{path.with_suffix(".txt")}, or write {{"token_bytes": 2}} into {path}.json if '
+                "it does hold ids"
+            )
+        if size % 4 or not size:
+            return np.dtype("<u2")
+        while block and handle.tell() <= 2 * SCAN_TOKENS:
+            largest = max(largest, int(np.frombuffer(block, "<u4").max()))
+            if largest >= limit:
+                return np.dtype("<u2")
+            low, high = np.frombuffer(block, "<u2").reshape(-1, 2).max(0).tolist()
+            largest_low, largest_high = max(largest_low, low), max(largest_high, high)
+            block = handle.read(2**16)
 
-    pairs = np.frombuffer(start, "<u2", len(start) // 4 * 2).reshape(-1, 2)
-    largest_low, largest_high = pairs.max(0).tolist()
-    largest = int(np.frombuffer(start, "<u4", len(start) // 4).max())
-    limit = max(vocab, MOST_IDS)
-    tiny = limit // 2**16  # the high half of a 4-byte id is at most this
-    all_are_tiny = 0 < largest_high and largest_low < tiny
-    if largest >= limit or all_are_tiny:
+    if largest_high and largest_low < high_limit:
         return np.dtype("<u2")
     raise ValueError(
-        f"--data: {path} may hold {size // 2} ids of 2 bytes, whose largest is "
-        f"{max(largest_low, largest_high)}, or {size // 4} ids of 4 bytes, whose largest is "
-        f"{largest}, and nothing says which. Write one line into {path}.json: "
-        '{"token_bytes": 2} or {"token_bytes": 4}'
+        f"--data: {path} may hold {size // 2} ids of 2 bytes, or {size // 4} ids of 4 bytes, and "
+        f"nothing says which: read in the one way its ids go up to "
+        f"{max(largest_low, largest_high)}, and in the other way to {largest}. Write one line into "
+        f'{path}.json: {{"token_bytes": 2}} or {{"token_bytes": 4}}'
     )
 
 
@@ -913,7 +917,7 @@ def split(
     return train, Sequences(val, 0, (len(val) - 1) // seq, seq, seed, ahead)
 
 
-def block_shares(sources: list[Share]) -> list[int]:
+def block_shares(sources: list[Source]) -> list[int]:
     """Return how many of MIX_BLOCK samples each source gets: its weight's part, rounded so that
     they sum up to MIX_BLOCK (the largest remainders are rounded up). Raises ValueError if a source
     gets none."""

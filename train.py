@@ -571,8 +571,8 @@ def open_data(cfg: Config, model: ModelConfig) -> tuple:
     With --tokenizer, rank 0 writes the tokens of the text unless an earlier run has done so. The
     other ranks wait, which may take hours. Raises ConfigError. A collective of all ranks.
     """
-    shares = all_or_none(parse_mixture, cfg.data)
-    paths = [share.path for share in shares]
+    sources = all_or_none(parse_mixture, cfg.data)
+    paths = [source.path for source in sources]
     own_folders = [folder for folder in (cfg.out, cfg.export) if folder]  # they are no data
     if cfg.tokenizer:
         # patient_group has no time-out. If rank 0 dies, its connections close and end the others
@@ -618,8 +618,8 @@ def open_data(cfg: Config, model: ModelConfig) -> tuple:
             split(corpus, val_corpus, cfg.seq, cfg.seed, LLaMA.labels_ahead)
             for corpus, val_corpus in opened
         ]
-        numbers = tuple(block_shares(shares))
-        training, validation = (Mixture(sources, numbers) for sources in zip(*pairs))
+        shares = tuple(block_shares(sources))
+        training, validation = (Mixture(sequences, shares) for sequences in zip(*pairs))
         return training, validation, fingerprint(corpora)
 
     training, validation, data_fingerprint = all_or_none(read)
@@ -807,9 +807,12 @@ def print_run(run: Run, plans: list[costs.Plan]) -> None:
             "trained as two matrices, and exported as two unless they are still equal"
         )
 
+    files = [file for source in run.training.sources for file in source.corpus.files]
     documents = ""
     if cfg.document_token >= 0:
         documents = f"; documents end with token {cfg.document_token}"
+    elif any(file.document_token not in (None, -1) for file in files):
+        documents = "; attention crosses documents, because --document-token is -1"
     print0(f"data {cfg.data}: {describe_sources(run, range(len(run.training.sources)))}{documents}")
     print_mixture(run)
     print_plan(run, plans[1:] if cfg.dry_run else plans[1:2])

@@ -87,6 +87,7 @@ def test_data_windows_cover_everything_once(tmp_path):
             300,
             "document_token -2 is no num",
         ),
+        (2, 300, '{"token_bytes": 2.0}', "", 300, "token_bytes is neither 2 nor 4"),
         (2, 300, '{"token_bytes": 2, "mask": 1}', "", 300, "mask is no name of a file"),
         (2, 300, '{"token_bytes"', "", 300, "train.bin.json is not of the form"),
         (
@@ -356,7 +357,7 @@ def weights_after(flags: str, out: Path) -> dict[str, torch.Tensor]:
 
 
 @parametrize("documents", [-1, 10])
-def test_data_masked_labels_change_no_bit(documents, tmp_path, monkeypatch):
+def test_data_masked_labels_change_no_bit(documents, tmp_path, monkeypatch, capsys):
     """What a masked label would have been changes no bit of the weights after two steps.
 
     The labels are made from other tokens, and a token's input stays as it is. If a token that
@@ -365,6 +366,8 @@ def test_data_masked_labels_change_no_bit(documents, tmp_path, monkeypatch):
     flags = f"--steps 2 --batch 2 --data {conversations(tmp_path / 'ids.bin')}"
     flags += f" --document-token {documents}"
     expected = weights_after(flags, tmp_path / "plain")
+    said = capsys.readouterr().out
+    assert ("; attention crosses documents, because" in said) == (documents == -1)
     make_labels = train.make_labels
 
     def other_labels(run, windows, counts, own_tokens):
@@ -485,6 +488,7 @@ RANDOM = np.random.default_rng(0)
         (np.array([], "<u2"), 256, 2),
         (np.array([7], "<u2"), 256, 2),
         (np.array([7, 9000], "<u2"), 10_000, 2),
+        (np.r_[np.zeros(10**5), 7, 9000].astype("<u2"), 10_000, 2),  # padding first
         # 4 bytes, or every second id is 0 or small
         (halves(RANDOM.integers(0, 200, 1000)), 256, 0),
         (halves(RANDOM.integers(0, 50_257, 1000)), 50_304, 0),
@@ -1008,7 +1012,7 @@ def mixture(tmp_path: Path, weights: dict[str, float], windows=(60, 7, 200)) -> 
     for k, (name, count) in enumerate(zip(weights, windows)):
         path = write_ids(tmp_path / f"{name}.bin", np.repeat(1000 * k + np.arange(count), 4))
         pairs.append(data.split(data.open_corpus(str(path))[0], None, 4, 5)[0])
-    shares = data.block_shares([data.Share(*item) for item in weights.items()])
+    shares = data.block_shares([data.Source(*item) for item in weights.items()])
     return data.Mixture(tuple(pairs), tuple(shares))
 
 
@@ -1044,11 +1048,11 @@ def test_data_mixtures_are_exact(tmp_path):
 
 def test_data_mixtures_round_to_thousandths(tmp_path):
     """Shares add up to 1000, and a weight that is too small for one sample is refused."""
-    weights = [data.Share(str(k), 1) for k in range(7)]
+    weights = [data.Source(str(k), 1) for k in range(7)]
     assert sorted(data.block_shares(weights)) == [142, 143, 143, 143, 143, 143, 143]
     with raises(ValueError, match="weight 0.0001 of b is less than a thousandth of all .*0.001"):
-        data.block_shares([data.Share("a", 1), data.Share("b", 1e-4)])
-    assert data.block_shares([data.Share("a", 1e300), data.Share("b", 1e300)]) == [500, 500]
+        data.block_shares([data.Source("a", 1), data.Source("b", 1e-4)])
+    assert data.block_shares([data.Source("a", 1e300), data.Source("b", 1e300)]) == [500, 500]
 
 
 def test_data_mixtures_validate_in_proportion(tmp_path):

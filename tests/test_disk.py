@@ -160,13 +160,13 @@ def test_resume_says_what_has_changed(tmp_path, capsys):
     log that are no step's row. Catches a change that nobody is told.
     """
     words, out = tmp_path / "a.txt", tmp_path / "o"
-    words.write_bytes(bytes(range(256)) * 20)
+    words.write_bytes(bytes(range(97, 123)) * 200)
     flags = f"--data {words} --out {out} --steps"
     main(f"{flags} 1")
     main(f"{flags} 2 --resume")
     rows, text = read_log(out), capsys.readouterr().out
     assert "at step 1; changed: steps 1 -> 2\n" in text
-    words.write_bytes(bytes(range(256)) * 19)
+    words.write_bytes(bytes(range(97, 123)) * 190)
     edit_meta(out / "step-00000002" / "meta.json", "c['config']['threads'] = 7")
     with open(out / "log.jsonl", "ab") as file:
         file.write(b'3\n{"step": null}\n{"no": 1}\n\xff\n{"step": 3, "lo')
