@@ -263,10 +263,16 @@ def content_kind(path: str, head: bytes, ending: str) -> str:
             "be converted by iconv -f UTF-16 -t UTF-8"
         )
     if ending in LINE_ENDINGS:
-        if head.lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"["):
+        start = head.lstrip(b"\xef\xbb\xbf \t\r\n")
+        if start.startswith(b"["):
             raise ValueError(
                 f"{path} is one JSON array. JSON Lines has one object per line: convert it by "
                 f"jq -c '.[]' {path} > new.jsonl"
+            )
+        if ending == ".json" and start.split(b"\n")[0].strip() == b"{":
+            raise ValueError(
+                f"{path} is one JSON document of several lines. JSON Lines has one object per "
+                f"line: convert it by jq -c . {path} > new.jsonl, or leave it out"
             )
         return "lines"
     return kind or "text"
@@ -1342,6 +1348,7 @@ def write(settings: Settings, out: Path, workers: int) -> Progress:
         except OSError:
             pass  # some shared file systems have no locks
         progress = read_progress(paths, job_key(settings))
+        check_parts(settings, paths, progress)
         try:
             if progress.cursor[0] < len(settings.sources):
                 append(settings, paths["partial"], progress, workers)
@@ -1386,6 +1393,27 @@ def read_progress(paths: dict[str, Path], job: str) -> Progress:
     return progress
 
 
+def part_widths(settings: Settings) -> dict[str, int]:
+    """Return the files in OUT.partial, and their bytes per token."""
+    return {"ids": settings.dtype.itemsize} | ({"mask": 1} if settings.chat else {})
+
+
+def check_parts(settings: Settings, paths: dict[str, Path], progress: Progress) -> None:
+    """Cut off what was written after the progress was noted. Raises OSError if what is left is not
+    what was written."""
+    for name, width in part_widths(settings).items():
+        path = own_or_absent(paths["partial"] / name)
+        if progress.cursor[0] == len(settings.sources) and not path.exists():
+            path = paths[name]  # finish() has given the mask its name
+        path.touch()
+        size = progress.tokens * width
+        if checksum(path, size) != getattr(progress, f"{name}_crc32"):
+            raise OSError(
+                f"{path} is not what was written there. Remove {paths['partial']} to begin again"
+            )
+        os.truncate(path, size)
+
+
 def checksum(path: Path, size: int) -> int | None:
     """Return the CRC-32 of the first `size` bytes of a file, or None if it has fewer."""
     crc32 = 0
@@ -1404,19 +1432,10 @@ def append(settings: Settings, partial: Path, progress: Progress, workers: int) 
     Raises ValueError or OSError."""
     from tqdm import tqdm
 
-    widths = {"ids": settings.dtype.itemsize} | ({"mask": 1} if settings.chat else {})
     with contextlib.ExitStack() as stack:
-        files = {}
-        for name, width in widths.items():
-            path = own_or_absent(partial / name)
-            path.touch()
-            if checksum(path, progress.tokens * width) != getattr(progress, f"{name}_crc32"):
-                raise OSError(
-                    f"{path} is not what was written there. Remove {partial} to begin again"
-                )
-            os.truncate(path, progress.tokens * width)
-            files[name] = stack.enter_context(open(path, "ab"))
-
+        files = {
+            name: stack.enter_context(open(partial / name, "ab")) for name in part_widths(settings)
+        }
         sizes = [source.size for source in settings.sources]
         before = [0, *itertools.accumulate(sizes)]
         bar = stack.enter_context(
@@ -1430,7 +1449,7 @@ def append(settings: Settings, partial: Path, progress: Progress, workers: int) 
             files["ids"].write(ids)
             if settings.chat:
                 files["mask"].write(mask)
-            progress.tokens += len(ids) // widths["ids"]
+            progress.tokens += len(ids) // settings.dtype.itemsize
             progress.documents += documents
             progress.labels += mask.count(1)
             progress.ids_crc32 = zlib.crc32(ids, progress.ids_crc32)

@@ -11,6 +11,7 @@ import resource
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -271,6 +272,11 @@ def test_prepare_millions_of_small_documents(tmp_path, monkeypatch):
         ("a.jsonl", b'{"text": "hi \\ud83d"}', r"line 1: character 3 is \\ud83d, the half of a"),
         ("a.jsonl", b"[" * 200_000, "a.jsonl is one JSON array.*jq -c '.\\[\\]' "),
         ("a.jsonl", b'{"text":' + b"[" * 3000, "a.jsonl line 1: broken JSON: maximum recursion"),
+        (
+            "a.json",
+            b'{\n "text": "hi"\n}',
+            "a.json is one JSON document of several lines.*jq -c . ",
+        ),
         ("a.json", b'[{"text": "hi"}]', "a.json is one JSON array.*jq -c '.\\[\\]' "),
         ("a.jsonl", b'{"text": "' + b"a" * 9000 + b'"}', "line 1: the line is longer than 0 MiB"),
         ("a.jsonl", b"\n \n", "the inputs hold no document"),
@@ -727,6 +733,23 @@ def test_prepare_refuses_conversations(template, record, message, tmp_path, caps
     (tmp_path / "a.jsonl").write_text(lines(good, record or good))
     said = refusal(tmp_path / "a.jsonl", tokenizer, tmp_path / "a.bin", capsys, "--chat")
     assert re.search(message, said), said
+
+
+def test_prepare_dates_of_templates(tmp_path):
+    """A template that writes the date writes that of one day, or the command ends.
+
+    Catches a resumed command whose conversations have two dates.
+    """
+    template = TEMPLATE.replace("<|/|>", " {{ strftime_now('%Y-%m-%d') }}<|/|>")
+    tokenizer = word_tokenizer(tmp_path / "tok", template)
+    (tmp_path / "a.jsonl").write_text(lines(conversation(("user", "hi"), ("assistant", "oh"))))
+    ids = prepared(tmp_path / "a.jsonl", tokenizer, tmp_path / "a.bin", "--chat")
+    assert ids == [USER, HI, UNK, TURN, BOT, OH, UNK, TURN, END]
+    sources = prepare.find_sources([str(tmp_path / "a.jsonl")], [])
+    settings = prepare.make_settings(sources, str(tokenizer), chat=True)
+    assert settings.date == time.strftime("%Y-%m-%d")
+    with raises(ValueError, match="the chat template writes the date, and a new day has begun"):
+        prepare.write(replace(settings, date="1999-12-31"), tmp_path / "b.bin", 1)
 
 
 def test_prepare_chat_needs_conversations_and_a_template(tmp_path, capsys):
