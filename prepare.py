@@ -505,9 +505,10 @@ def chosen_columns(path: str, columns: list[str], fields: list[str]) -> list[str
     """Return those columns of a table that are fields. Raises ValueError if there are none."""
     chosen = [name for name in fields if name in columns]
     if not chosen:
+        advice = ": name one of them with --field" if len(fields) == 1 else ""
         raise ValueError(
-            f"{path} has no column {' or '.join(fields)}. Its columns are {', '.join(columns)}: "
-            "name one of them with --field"
+            f"{path} has no column {' or '.join(fields)}. Its columns are "
+            f"{', '.join(columns)}{advice}"
         )
     return chosen
 
@@ -1033,6 +1034,7 @@ class Conversations:
         """Return the text of a conversation, for each of its characters whether it counts, and the
         mark of protect(). Raises ValueError."""
         check_text(json.dumps(record, ensure_ascii=False))
+        record = without_nulls(record)
         messages, tools = read_messages(record), record.get("tools")
         if not isinstance(tools, list | None):
             raise ValueError("its field tools is no list")
@@ -1179,6 +1181,20 @@ def token_counts(offsets: list[tuple[int, int]], counts: np.ndarray) -> np.ndarr
     before[-1] = before[-2]
     limit = len(before) - 1
     return (before[np.minimum(ends, limit)] > before[np.minimum(starts, limit)]).astype(np.uint8)
+
+
+def without_nulls(value):
+    """Return JSON without the entries of objects that are null, except for a message's content.
+    Tables have all entries in each row, and templates ask whether a message has `tool_calls`."""
+    if isinstance(value, list):
+        return [without_nulls(item) for item in value]
+    if isinstance(value, dict):
+        return {
+            key: without_nulls(item)
+            for key, item in value.items()
+            if item is not None or key == "content"
+        }
+    return value
 
 
 def read_messages(record: dict) -> list[dict]:

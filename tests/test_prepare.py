@@ -735,6 +735,21 @@ def test_prepare_refuses_conversations(template, record, message, tmp_path, caps
     assert re.search(message, said), said
 
 
+def test_prepare_null_entries_of_messages(tmp_path):
+    """Entries that are null, as tables fill them in, are as if they were absent.
+
+    Catches a template that takes each message for a call of a tool.
+    """
+    template = TEMPLATE.replace("{{ m.content }}", "{{ 'be' if 'calls' in m else m.content }}")
+    tokenizer = word_tokenizer(tmp_path / "tok", template)
+    record = conversation(("user", "hi"), ("assistant", "oh"))
+    record["tools"] = record["conversations"] = record["messages"][0]["calls"] = None
+    record["messages"][1]["calls"] = [{"name": "good", "id": None}]
+    (tmp_path / "a.jsonl").write_text(lines(record))
+    ids = prepared(tmp_path / "a.jsonl", tokenizer, tmp_path / "a.bin", "--chat")
+    assert ids == [USER, HI, TURN, BOT, BE, TURN, END]
+
+
 def test_prepare_dates_of_templates(tmp_path):
     """A template that writes the date writes that of one day, or the command ends.
 
