@@ -39,6 +39,9 @@ A killed command goes on from its progress.json when it is started again. The id
 the checksum that it notes, and later ones are cut off. OUT gets its name last, so it is always
 whole.
 
+Text that spells a special token, in a document or in a message, is text, unless --special-tokens is
+given. A tokenizer that cannot treat it as text is refused where that happens.
+
 Memory is bounded for any number and size of files. A plain text file may be larger than memory. A
 line of JSON may have at most LINE_BYTES bytes, and several such lines are in memory at once.
 A document is tokenised at once if it has at most DOCUMENT_BYTES bytes; then its ids are those of the
@@ -49,8 +52,7 @@ A worker needs up to 0.7 GiB for a document of that size.
 Left out: validation files (train.py holds out a twentieth of its data), shuffling, deduplication,
 filters.
 
-Legend: a source is an input file. A chunk is a piece of a source. A batch is a list of
-chunks.
+Legend: a source is an input file. A chunk is a piece of a source. A batch is a list of chunks.
 """
 
 import argparse

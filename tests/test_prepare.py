@@ -20,7 +20,7 @@ from pytest import raises
 
 import prepare
 from helpers import fail_disk_full, make_tokenizer
-from test_all import ROOT, parametrize
+from test_all import ROOT, parametrize, slow
 
 # The words and the special tokens of the small tokenizer. Other words are <unk>
 WORDS = "<unk> hi oh you be good <s>".split()
@@ -238,6 +238,7 @@ def test_prepare_long_documents(tmp_path, monkeypatch):
         assert not ids
 
 
+@slow
 def test_prepare_millions_of_small_documents(tmp_path, monkeypatch):
     """Two million documents of one token take seconds.
 
