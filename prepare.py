@@ -39,6 +39,9 @@ A killed command goes on from its progress.json when it is started again. The id
 the checksum that it notes, and later ones are cut off. OUT gets its name last, so it is always
 whole.
 
+Text that spells a special token, in a document or in a message, is text, unless --special-tokens is
+given. A tokenizer that cannot treat it as text is refused where that happens.
+
 Memory is bounded for any number and size of files. A plain text file may be larger than memory. A
 line of JSON may have at most LINE_BYTES bytes, and several such lines are in memory at once.
 A document is tokenised at once if it has at most DOCUMENT_BYTES bytes; then its ids are those of the
@@ -49,8 +52,7 @@ A worker needs up to 0.7 GiB for a document of that size.
 Left out: validation files (train.py holds out a twentieth of its data), shuffling, deduplication,
 filters.
 
-Legend: a source is an input file. A chunk is a piece of a source. A batch is a list of
-chunks.
+Legend: a source is an input file. A chunk is a piece of a source. A batch is a list of chunks.
 """
 
 import argparse
@@ -263,10 +265,16 @@ def content_kind(path: str, head: bytes, ending: str) -> str:
             "be converted by iconv -f UTF-16 -t UTF-8"
         )
     if ending in LINE_ENDINGS:
-        if head.lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"["):
+        start = head.lstrip(b"\xef\xbb\xbf \t\r\n")
+        if start.startswith(b"["):
             raise ValueError(
                 f"{path} is one JSON array. JSON Lines has one object per line: convert it by "
                 f"jq -c '.[]' {path} > new.jsonl"
+            )
+        if ending == ".json" and start.split(b"\n")[0].strip() == b"{":
+            raise ValueError(
+                f"{path} is one JSON document of several lines. JSON Lines has one object per "
+                f"line: convert it by jq -c . {path} > new.jsonl, or leave it out"
             )
         return "lines"
     return kind or "text"
@@ -499,9 +507,10 @@ def chosen_columns(path: str, columns: list[str], fields: list[str]) -> list[str
     """Return those columns of a table that are fields. Raises ValueError if there are none."""
     chosen = [name for name in fields if name in columns]
     if not chosen:
+        advice = ": name one of them with --field" if len(fields) == 1 else ""
         raise ValueError(
-            f"{path} has no column {' or '.join(fields)}. Its columns are {', '.join(columns)}: "
-            "name one of them with --field"
+            f"{path} has no column {' or '.join(fields)}. Its columns are "
+            f"{', '.join(columns)}{advice}"
         )
     return chosen
 
@@ -1027,6 +1036,7 @@ class Conversations:
         """Return the text of a conversation, for each of its characters whether it counts, and the
         mark of protect(). Raises ValueError."""
         check_text(json.dumps(record, ensure_ascii=False))
+        record = without_nulls(record)
         messages, tools = read_messages(record), record.get("tools")
         if not isinstance(tools, list | None):
             raise ValueError("its field tools is no list")
@@ -1173,6 +1183,20 @@ def token_counts(offsets: list[tuple[int, int]], counts: np.ndarray) -> np.ndarr
     before[-1] = before[-2]
     limit = len(before) - 1
     return (before[np.minimum(ends, limit)] > before[np.minimum(starts, limit)]).astype(np.uint8)
+
+
+def without_nulls(value):
+    """Return JSON without the entries of objects that are null, except for a message's content.
+    Tables have all entries in each row, and templates ask whether a message has `tool_calls`."""
+    if isinstance(value, list):
+        return [without_nulls(item) for item in value]
+    if isinstance(value, dict):
+        return {
+            key: without_nulls(item)
+            for key, item in value.items()
+            if item is not None or key == "content"
+        }
+    return value
 
 
 def read_messages(record: dict) -> list[dict]:
@@ -1342,6 +1366,7 @@ def write(settings: Settings, out: Path, workers: int) -> Progress:
         except OSError:
             pass  # some shared file systems have no locks
         progress = read_progress(paths, job_key(settings))
+        check_parts(settings, paths, progress)
         try:
             if progress.cursor[0] < len(settings.sources):
                 append(settings, paths["partial"], progress, workers)
@@ -1386,6 +1411,27 @@ def read_progress(paths: dict[str, Path], job: str) -> Progress:
     return progress
 
 
+def part_widths(settings: Settings) -> dict[str, int]:
+    """Return the files in OUT.partial, and their bytes per token."""
+    return {"ids": settings.dtype.itemsize} | ({"mask": 1} if settings.chat else {})
+
+
+def check_parts(settings: Settings, paths: dict[str, Path], progress: Progress) -> None:
+    """Cut off what was written after the progress was noted. Raises OSError if what is left is not
+    what was written."""
+    for name, width in part_widths(settings).items():
+        path = own_or_absent(paths["partial"] / name)
+        if progress.cursor[0] == len(settings.sources) and not path.exists():
+            path = paths[name]  # finish() has given the mask its name
+        path.touch()
+        size = progress.tokens * width
+        if checksum(path, size) != getattr(progress, f"{name}_crc32"):
+            raise OSError(
+                f"{path} is not what was written there. Remove {paths['partial']} to begin again"
+            )
+        os.truncate(path, size)
+
+
 def checksum(path: Path, size: int) -> int | None:
     """Return the CRC-32 of the first `size` bytes of a file, or None if it has fewer."""
     crc32 = 0
@@ -1404,19 +1450,10 @@ def append(settings: Settings, partial: Path, progress: Progress, workers: int) 
     Raises ValueError or OSError."""
     from tqdm import tqdm
 
-    widths = {"ids": settings.dtype.itemsize} | ({"mask": 1} if settings.chat else {})
     with contextlib.ExitStack() as stack:
-        files = {}
-        for name, width in widths.items():
-            path = own_or_absent(partial / name)
-            path.touch()
-            if checksum(path, progress.tokens * width) != getattr(progress, f"{name}_crc32"):
-                raise OSError(
-                    f"{path} is not what was written there. Remove {partial} to begin again"
-                )
-            os.truncate(path, progress.tokens * width)
-            files[name] = stack.enter_context(open(path, "ab"))
-
+        files = {
+            name: stack.enter_context(open(partial / name, "ab")) for name in part_widths(settings)
+        }
         sizes = [source.size for source in settings.sources]
         before = [0, *itertools.accumulate(sizes)]
         bar = stack.enter_context(
@@ -1430,7 +1467,7 @@ def append(settings: Settings, partial: Path, progress: Progress, workers: int) 
             files["ids"].write(ids)
             if settings.chat:
                 files["mask"].write(mask)
-            progress.tokens += len(ids) // widths["ids"]
+            progress.tokens += len(ids) // settings.dtype.itemsize
             progress.documents += documents
             progress.labels += mask.count(1)
             progress.ids_crc32 = zlib.crc32(ids, progress.ids_crc32)

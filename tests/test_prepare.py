@@ -11,6 +11,7 @@ import resource
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +20,7 @@ from pytest import raises
 
 import prepare
 from helpers import fail_disk_full, make_tokenizer
-from test_all import ROOT, parametrize
+from test_all import ROOT, parametrize, slow
 
 # The words and the special tokens of the small tokenizer. Other words are <unk>
 WORDS = "<unk> hi oh you be good <s>".split()
@@ -237,6 +238,7 @@ def test_prepare_long_documents(tmp_path, monkeypatch):
         assert not ids
 
 
+@slow
 def test_prepare_millions_of_small_documents(tmp_path, monkeypatch):
     """Two million documents of one token take seconds.
 
@@ -271,6 +273,11 @@ def test_prepare_millions_of_small_documents(tmp_path, monkeypatch):
         ("a.jsonl", b'{"text": "hi \\ud83d"}', r"line 1: character 3 is \\ud83d, the half of a"),
         ("a.jsonl", b"[" * 200_000, "a.jsonl is one JSON array.*jq -c '.\\[\\]' "),
         ("a.jsonl", b'{"text":' + b"[" * 3000, "a.jsonl line 1: broken JSON: maximum recursion"),
+        (
+            "a.json",
+            b'{\n "text": "hi"\n}',
+            "a.json is one JSON document of several lines.*jq -c . ",
+        ),
         ("a.json", b'[{"text": "hi"}]', "a.json is one JSON array.*jq -c '.\\[\\]' "),
         ("a.jsonl", b'{"text": "' + b"a" * 9000 + b'"}', "line 1: the line is longer than 0 MiB"),
         ("a.jsonl", b"\n \n", "the inputs hold no document"),
@@ -727,6 +734,38 @@ def test_prepare_refuses_conversations(template, record, message, tmp_path, caps
     (tmp_path / "a.jsonl").write_text(lines(good, record or good))
     said = refusal(tmp_path / "a.jsonl", tokenizer, tmp_path / "a.bin", capsys, "--chat")
     assert re.search(message, said), said
+
+
+def test_prepare_null_entries_of_messages(tmp_path):
+    """Entries that are null, as tables fill them in, are as if they were absent.
+
+    Catches a template that takes each message for a call of a tool.
+    """
+    template = TEMPLATE.replace("{{ m.content }}", "{{ 'be' if 'calls' in m else m.content }}")
+    tokenizer = word_tokenizer(tmp_path / "tok", template)
+    record = conversation(("user", "hi"), ("assistant", "oh"))
+    record["tools"] = record["conversations"] = record["messages"][0]["calls"] = None
+    record["messages"][1]["calls"] = [{"name": "good", "id": None}]
+    (tmp_path / "a.jsonl").write_text(lines(record))
+    ids = prepared(tmp_path / "a.jsonl", tokenizer, tmp_path / "a.bin", "--chat")
+    assert ids == [USER, HI, TURN, BOT, BE, TURN, END]
+
+
+def test_prepare_dates_of_templates(tmp_path):
+    """A template that writes the date writes that of one day, or the command ends.
+
+    Catches a resumed command whose conversations have two dates.
+    """
+    template = TEMPLATE.replace("<|/|>", " {{ strftime_now('%Y-%m-%d') }}<|/|>")
+    tokenizer = word_tokenizer(tmp_path / "tok", template)
+    (tmp_path / "a.jsonl").write_text(lines(conversation(("user", "hi"), ("assistant", "oh"))))
+    ids = prepared(tmp_path / "a.jsonl", tokenizer, tmp_path / "a.bin", "--chat")
+    assert ids == [USER, HI, UNK, TURN, BOT, OH, UNK, TURN, END]
+    sources = prepare.find_sources([str(tmp_path / "a.jsonl")], [])
+    settings = prepare.make_settings(sources, str(tokenizer), chat=True)
+    assert settings.date == time.strftime("%Y-%m-%d")
+    with raises(ValueError, match="the chat template writes the date, and a new day has begun"):
+        prepare.write(replace(settings, date="1999-12-31"), tmp_path / "b.bin", 1)
 
 
 def test_prepare_chat_needs_conversations_and_a_template(tmp_path, capsys):

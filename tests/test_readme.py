@@ -16,6 +16,7 @@ from pytest import raises
 import bench
 import memplan
 import planner
+import prepare
 import train
 from test_all import ROOT, slow
 
@@ -67,7 +68,7 @@ def test_readme_names_flags_and_functions_that_exist(monkeypatch, capsys):
     """
     real = set(torch.distributed.run.get_args_parser()._option_string_actions)
     real |= {"--nodes", "--ntasks-per-node", "--gpus-per-node", "--time", "--signal"}  # Slurm's
-    for program in (train, bench, memplan, planner):
+    for program in (train, bench, memplan, planner, prepare):
         monkeypatch.setattr(sys, "argv", [f"{program.__name__}.py", "--help"])
         with raises(SystemExit) as ended:
             program.main()
