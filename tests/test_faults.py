@@ -212,11 +212,10 @@ if os.environ['RANK'] == '0':
 """
     said = tmp_path / "said"
     both = start_train(f"--out {tmp_path}/o", 2, said, code)
-    deadline = time.time() + 60
-    while not (tmp_path / "ready").exists() and time.time() < deadline:
-        time.sleep(0.5)
-        if all(handles(process.pid, signal.SIGUSR1) for process in both):
-            break
+    deadline = time.time() + 120
+    while not all(handles(process.pid, signal.SIGUSR1) for process in both):
+        assert time.time() < deadline
+        time.sleep(0.2)
     time.sleep(2)  # until rank 1 waits in the collective
     for process in both:
         os.kill(process.pid, signal.SIGUSR1)
