@@ -89,7 +89,7 @@ from typing import BinaryIO, NamedTuple
 
 import numpy as np
 
-from data import find_files, own_file, own_or_absent, replace_file
+from data import find_files, own_file, own_or_absent, refuse_format, replace_file
 
 DOCUMENT_BYTES = 2**22  # a longer document is cut into parts of at most this size
 LINE_BYTES = 2**28  # the longest line of JSON Lines
@@ -238,6 +238,15 @@ def identify(path: str) -> Source:
     if kind in TABLE_LIBRARIES:
         table_library(source)
     return source
+
+
+def has_changed(source: Source) -> bool:
+    """Return whether a source has another size or time than it had. Raises OSError if it is
+    gone."""
+    if source.kind == "dataset":
+        return identify(source.path) != source
+    info = os.stat(source.path)
+    return (info.st_size, info.st_mtime_ns) != (source.size, source.modified)
 
 
 def content_kind(path: str, head: bytes, ending: str) -> str:
@@ -422,6 +431,11 @@ def read_text(source: Source, start: Cursor, fields: list[str]) -> Iterator[Chun
         while True:
             rest += stream.read(DOCUMENT_BYTES + 1 - len(rest))
             part = rest[: cut_position(rest)]
+            if b"\0" in part:
+                raise ValueError(
+                    f"{source.path} is not UTF-8 text: byte 0x00 at position "
+                    f"{position + part.index(0)}. Leave the file out"
+                )
             last = len(part) == len(rest)
             at = Cursor(start.source, position)
             after = Cursor(start.source, position + len(part))
@@ -704,15 +718,21 @@ def load_tokenizer(folder: Path):
 
 
 def named_tokens(folder: Path) -> dict[str, str]:
-    """Return the named special tokens, such as {"eos_token": "</s>"}, from tokenizer_config.json,
-    and from special_tokens_map.json if the former lacks them. Raises ValueError."""
+    """Return the named special tokens, such as {"eos_token": "</s>"}. Raises ValueError.
+
+    They stand in tokenizer_config.json. Folders of before 2023, whose tokenizer_config.json has no
+    added_tokens_decoder, may have them in special_tokens_map.json, too, which takes precedence. So
+    it is in transformers.
+    """
+    fields = read_json(folder, "tokenizer_config.json")
+    if "added_tokens_decoder" not in fields:
+        fields = fields | read_json(folder, "special_tokens_map.json")
     tokens = {}
-    for name in ("special_tokens_map.json", "tokenizer_config.json"):
-        for key, value in read_json(folder, name).items():
-            if isinstance(value, dict):
-                value = value.get("content")
-            if re.fullmatch("(bos|eos|unk|sep|pad|cls|mask)_token", key) and isinstance(value, str):
-                tokens[key] = value
+    for key, value in fields.items():
+        if isinstance(value, dict):
+            value = value.get("content")
+        if re.fullmatch("(bos|eos|unk|sep|pad|cls|mask)_token", key) and isinstance(value, str):
+            tokens[key] = value
     return tokens
 
 
@@ -728,31 +748,33 @@ def config_ids(folder: Path, key: str) -> list[int]:
     return ids
 
 
-def find_end_token(tokenizer, folder: Path) -> int:
-    """Return the id of the tokenizer's end token. Raises ValueError if it has none."""
+def find_end_token(tokenizer, folder: Path) -> int | None:
+    """Return the id of the tokenizer's end token, or None if it has none. Raises ValueError if it
+    names a token that it does not have."""
     token = named_tokens(folder).get("eos_token")
     if token is not None:
-        end = tokenizer.token_to_id(token)
-        if end is None:
-            raise ValueError(
-                f"--tokenizer {folder}: its eos_token {token} is not in its vocabulary. Name the "
-                "id that ends a document with --document-token ID"
-            )
-        return end
-    ids = config_ids(folder, "eos_token_id")
-    if not ids:
+        end, name = tokenizer.token_to_id(token), f"eos_token {token}"
+    else:
+        ids = config_ids(folder, "eos_token_id")
+        if not ids:
+            return None
+        end, name = ids[0], f"eos_token_id {ids[0]}"
+    if end is None or tokenizer.id_to_token(end) is None:
         raise ValueError(
-            f"--tokenizer {folder}: it has no end token: there is no eos_token in "
-            "tokenizer_config.json or special_tokens_map.json, and no eos_token_id in "
-            "generation_config.json or config.json. Name the id that ends a document with "
-            "--document-token ID"
+            f"--tokenizer {folder}: its {name} is not in its vocabulary. Name the id that ends a "
+            "document with --document-token ID"
         )
-    if tokenizer.id_to_token(ids[0]) is None:
-        raise ValueError(
-            f"--tokenizer {folder}: its eos_token_id {ids[0]} is not in its vocabulary. Name the "
-            "id that ends a document with --document-token ID"
-        )
-    return ids[0]
+    return end
+
+
+def no_end_token(folder: Path) -> ValueError:
+    """Return the error for a tokenizer without an end token."""
+    return ValueError(
+        f"--tokenizer {folder}: it has no end token: there is no eos_token in "
+        "tokenizer_config.json or special_tokens_map.json, and no eos_token_id in "
+        "generation_config.json or config.json. Name the id that ends a document with "
+        "--document-token ID"
+    )
 
 
 def find_first_tokens(tokenizer, folder: Path) -> list[int]:
@@ -812,9 +834,6 @@ class Encoder:
         self.tokenizer = load_tokenizer(Path(settings.tokenizer))
         self.tokenizer.encode_special_tokens = not (settings.special_tokens or settings.chat)
         self.conversations = Conversations(settings, self.tokenizer) if settings.chat else None
-        added = self.tokenizer.get_added_tokens_decoder().get(settings.end)
-        # if so, no text may have it, unless the command says otherwise
-        self.end_is_special = bool(added and added.special and not settings.special_tokens)
 
     def encode(self, chunks: list[Chunk]) -> tuple[bytes, bytes, int]:
         """Return the ids of a batch, its mask (empty without --chat), and the number of documents
@@ -869,7 +888,7 @@ class Encoder:
         ids = []
         for (text, first, last), encoding in zip(group, encodings):
             found = encoding.ids
-            if self.end_is_special and end in found:
+            if end in found and not self.settings.special_tokens:  # it would end a document here
                 raise ValueError(
                     f"the text that begins with {text[:40]!r} spells the document token {end}, and "
                     "this tokenizer cannot treat that as text. Pass --special-tokens, or another "
@@ -1387,7 +1406,7 @@ def write(settings: Settings, out: Path, workers: int) -> Progress:
 def check_unchanged(sources: list[Source]) -> None:
     """Raise ValueError if a source has changed since it was found."""
     for source in sources:
-        if identify(source.path) != source:
+        if has_changed(source):
             raise ValueError(f"{source.path} has changed while it was read. Start again")
 
 
@@ -1537,6 +1556,8 @@ def make_settings(
     tokenizer = load_tokenizer(folder)
     vocab = max(tokenizer.get_vocab().values(), default=-1) + 1
     end = find_end_token(tokenizer, folder) if document_token is None else document_token
+    if end is None:
+        raise no_end_token(folder)
     if end >= vocab:
         raise ValueError(
             f"--document-token {end}: the tokenizer {folder} has {vocab} tokens, so its ids end at "
@@ -1575,27 +1596,66 @@ def make_settings(
     )
 
 
-def tokenise_data(data: str, folder: str, cache: Path, **flags) -> tuple[str, int]:
-    """Tokenise the text files of train.py's --data into one .bin file in the folder `cache`.
+def tokenise_data(
+    data: str,
+    folder: str,
+    cache: Path,
+    document_token: int | None = None,
+    special_tokens: bool = False,
+    vocab: int = 0,
+    leave_out: Iterable[str | Path] = (),
+) -> tuple[str, int]:
+    """Tokenise the plain text files of a source of train.py's --data into one .bin file in the
+    folder `cache`.
 
-    Returns the path of the .bin file, and the id that ends each document. If --data has .bin files
-    already, returns --data and -1. folder, flags: the tokenizer, and more for make_settings. Raises
-    ValueError or OSError.
+    Returns the path of the .bin file, and the id that ends each document. If the source has .bin
+    files already, returns its path and -1.
 
-    The name of the .bin file is a checksum of the tokenizer and of the files' names, sizes and
-    times, so a later call with the same ones finds it.
+    folder           the tokenizer's
+    document_token   --document-token: the id to write if the tokenizer has no end token; None: auto
+    special_tokens   whether text that spells a special token becomes this token
+    vocab            the number of ids that the model has; 0: not checked
+    leave_out        of data.find_files
+
+    The name of the .bin file is a checksum of the tokenizer, these choices, and the files' names,
+    sizes and times, so a later call with the same ones finds it. Raises ValueError or OSError.
     """
-    files, val = find_files(data)
+    files, val = find_files(data, leave_out)
     if any(file.suffix == ".bin" for file in files + val):
         return data, -1
-    settings = make_settings([identify(str(file)) for file in files], folder, **flags)
+    for file in files:
+        refuse_format(file)  # a file is a document here; other formats need prepare.py's flags
+
+    tokenizer = load_tokenizer(Path(folder))
+    end = find_end_token(tokenizer, Path(folder))
+    if end is None:
+        end = document_token
+    if end is None:
+        raise no_end_token(Path(folder))
+    if document_token not in (None, -1, end):
+        raise ValueError(
+            f"--document-token {document_token} contradicts --tokenizer {folder}, which ends texts "
+            f"with token {end}. Pass --document-token auto, or -1 to let attention cross documents"
+        )
+    sources = []
+    for file in files:
+        info = file.stat()
+        sources.append(Source(str(file), "text", "", info.st_size, info.st_mtime_ns))
+    settings = make_settings(sources, folder, document_token=-1, special_tokens=special_tokens)
+    settings = replace(settings, end=end)  # it may be an id that only the model has
+    if vocab and settings.vocab > vocab:
+        raise ValueError(
+            f"--tokenizer {folder}: it has {settings.vocab} ids, but the model has only {vocab}. "
+            "Take another model or tokenizer"
+        )
+
     path = cache / f"{job_key(settings)[:16]}.bin"
     if not path.exists():
         if cache.is_symlink():
             raise OSError(f"{cache} is a link, through which nothing is written. Remove the link")
-        size = sum(source.size for source in settings.sources)
+        size = sum(source.size for source in sources)
         write(settings, path, 1 if size < SMALL_BYTES else usable_cores())
-    return str(path), settings.end
+    return str(path), end
 
 
 def usable_cores() -> int:

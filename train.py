@@ -108,7 +108,6 @@ from data import (
     parse_mixture,
     replace_file,
     split,
-    tokenise,
 )
 from model import (
     MODELS,
@@ -134,6 +133,7 @@ from planner import (
     flags_of,
     make_parser,
 )
+from prepare import tokenise_data
 from ranks import (
     ConfigError,
     Groups,
@@ -579,7 +579,7 @@ def open_data(cfg: Config, model: ModelConfig) -> tuple:
         group = patient_group()
         for i, path in enumerate(paths):
             paths[i], _ = on_rank_0(
-                tokenise,
+                tokenise_data,
                 path,
                 cfg.tokenizer,
                 Path(cfg.out) / "tokens",

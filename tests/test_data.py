@@ -26,6 +26,7 @@ import checkpoint
 import costs
 import data
 import model as m
+import prepare
 import train
 from helpers import make_tokenizer
 from ranks import ConfigError
@@ -148,7 +149,7 @@ def test_data_tokenised_text(tmp_path, capsys):
     for i, text in enumerate(texts):
         (tmp_path / "text" / f"{i:02}.txt").write_bytes(text.encode())
     args = f"{tmp_path}/text", f"{tmp_path}/hf", tmp_path / "t"
-    path, last = data.tokenise(*args)
+    path, last = prepare.tokenise_data(*args)
     corpus, _ = data.open_corpus(path)
     ids = corpus.read(0, len(corpus)).tokens.tolist()
     assert "100%" in capsys.readouterr().err
@@ -162,11 +163,14 @@ def test_data_tokenised_text(tmp_path, capsys):
         del ids[: end + 1]
     assert not ids and last == theirs.convert_tokens_to_ids("<end>")
     assert (
-        data.tokenise(*args) == (path, last) and not capsys.readouterr().err
+        prepare.tokenise_data(*args) == (path, last) and not capsys.readouterr().err
     )  # the file that the earlier call wrote
     os.utime(tmp_path / "text" / "02.txt", (1, 1))
-    assert data.tokenise(*args)[0] != path
-    assert data.tokenise(path, "no folder", tmp_path) == (path, -1)  # the file has ids already
+    assert prepare.tokenise_data(*args)[0] != path
+    assert prepare.tokenise_data(path, "no folder", tmp_path) == (
+        path,
+        -1,
+    )  # the file has ids already
 
 
 def test_data_tokenised_to_four_bytes(tmp_path):
@@ -185,13 +189,15 @@ def test_data_tokenised_to_four_bytes(tmp_path):
     text.write_text("w69999 w5\nw65536")
 
     def tokenise() -> data.Corpus:
-        return data.open_corpus(data.tokenise(str(text), str(tmp_path), tmp_path / "t")[0])[0]
+        return data.open_corpus(prepare.tokenise_data(str(text), str(tmp_path), tmp_path / "t")[0])[
+            0
+        ]
 
     for config, message in (
         ("{}", "it has no end token.*--document-token ID"),
         ('{"eos_token": null}', "it has no end token.*--document-token ID"),
-        ('{"eos_token": "of"}', "its end token cannot be read.*KeyError: 'of'"),
-        ("[", "its end token cannot be read"),
+        ('{"eos_token": "of"}', "its eos_token of is not in its vocabulary"),
+        ("[", "tokenizer_config.json cannot be read"),
     ):
         (tmp_path / "tokenizer_config.json").write_text(config)
         with raises(ValueError, match=message):
@@ -202,7 +208,7 @@ def test_data_tokenised_to_four_bytes(tmp_path):
     with raises(ValueError, match="token 3 of .* is 70000, .*ends at 69999; .* or tokenizer"):
         data.check_tokens([corpus], 70_000, 0, 1)
     text.write_bytes(b"w5\n\xff\xfe")
-    with raises(ValueError, match="a.txt is not UTF-8 text: .* at byte 3"):
+    with raises(ValueError, match="a.txt is not UTF-8 text: .* at position 3"):
         tokenise()
     assert len([*(tmp_path / "t").iterdir()]) == 2  # the ids, and the json about them
 
@@ -218,8 +224,8 @@ def test_data_tokenised_by_the_first_of_two_ranks(tmp_path):
     make_tokenizer(tmp_path / "hf", text.read_text(), 1)  # the text's letters, and an end token
     flags = f"--steps 0 --save-every -1 --tokenizer {tmp_path}/hf --data {text} --out {tmp_path}/o"
     code = """
-tokenise = train.tokenise
-train.tokenise = lambda *args: (time.sleep(10), tokenise(*args))[1]
+tokenise = train.tokenise_data
+train.tokenise_data = lambda *args: (time.sleep(10), tokenise(*args))[1]
 """
     said = run(f"{flags} --timeout 8", 2, code)
     assert f"data {text}: 18,982 tokens" in said and said.count("100%") == 1
@@ -660,15 +666,15 @@ RECORDS = b'{"text": "one"}\n{"text": "two"}\n'
         (
             "a.txt",
             "z\u00fc".encode("utf-16"),
-            "a.txt is not UTF-8 text: invalid start byte at byte 0",
+            "a.txt is not UTF-8 text",
         ),
         (
             "a.txt",
             "z\u00fcx".encode("latin-1"),
-            "not UTF-8 text: invalid start byte at byte 1",
+            "not UTF-8 text: .*(at byte|at position) 1",
         ),
-        ("a.txt", b"text\0text", "a.txt is not UTF-8 text: a NUL byte at byte 4"),
-        ("a.txt", 14 * b"x" + b"\xe4\xb8", "not UTF-8 text: unexpected end of data at byte 14"),
+        ("a.txt", b"text\0text", "a.txt is not UTF-8 text: .*(at byte|at position) 4"),
+        ("a.txt", 14 * b"x" + b"\xe4\xb8", "not UTF-8 text: .*(at byte|at position) 14"),
         # what is text
         ("a.txt", 14 * b"x" + "\u4e16\u754c\U0001f600".encode(), ""),  # cut by blocks
         ("a.txt", b"one\r\n\r\ntwo\r\n", ""),
@@ -702,7 +708,7 @@ def test_data_only_text_is_text(name, content, message, tmp_path, monkeypatch):
                     == content
                 )
             else:
-                data.tokenise(str(path), f"{tmp_path}/hf", tmp_path / "t")
+                prepare.tokenise_data(str(path), f"{tmp_path}/hf", tmp_path / "t")
 
     read("bytes")
     read("ids")
@@ -865,7 +871,7 @@ def test_data_end_tokens_are_found(files, expected, tmp_path):
     tokenizer.save(f"{tmp_path}/tokenizer.json")
     for name, content in files.items():
         (tmp_path / name).write_text(json.dumps(content))
-    assert data.end_token(str(tmp_path), tokenizer) == expected
+    assert prepare.find_end_token(tokenizer, tmp_path) == expected
     theirs = PreTrainedTokenizerFast.from_pretrained(tmp_path).eos_token_id
     assert theirs == (None if "config.json" in files else expected)
 
@@ -881,7 +887,7 @@ def test_data_documents_end_as_their_files_do(tmp_path):
     text.write_text("the grass is green\n" * 30)
 
     def token(flag: int | None) -> int:
-        path, end = data.tokenise(str(text), f"{tmp_path}/hf", tmp_path / "t", flag)
+        path, end = prepare.tokenise_data(str(text), f"{tmp_path}/hf", tmp_path / "t", flag)
         corpus, _ = data.open_corpus(path)
         data.check_same_ids([corpus], 256)
         last = corpus.read(len(corpus) - 1, len(corpus)).tokens.tolist()
@@ -895,7 +901,7 @@ def test_data_documents_end_as_their_files_do(tmp_path):
     with raises(ValueError, match="it has no end token.*--document-token ID"):
         token(None)
     assert [token(flag) for flag in (200, -1)] == [200, -1]
-    with raises(ValueError, match="a text spells token 5, which ends documents"):
+    with raises(ValueError, match="the text that begins with .* spells the document token 5"):
         token(5)
 
 
@@ -923,15 +929,17 @@ def test_data_files_end_documents_alike(tmp_path):
 def test_data_text_that_spells_a_special_token(tmp_path):
     """Text that spells a special token is text, unless --special-tokens is given.
 
-    Where the end token is an ordinary word, the text is refused. Catches a document that is cut
-    where somebody writes about tokens.
+    So it is also where tokenizer.json has the end token as an ordinary word. Catches a document
+    that is cut where somebody writes about tokens.
     """
     make_tokenizer(tmp_path / "hf", "the grass is green <end>")
     text = tmp_path / "a.txt"
     text.write_text("the grass <end> is green")
 
     def ids(special: bool, folder="hf") -> list[int]:
-        path, end = data.tokenise(str(text), f"{tmp_path}/{folder}", tmp_path / "t", None, special)
+        path, end = prepare.tokenise_data(
+            str(text), f"{tmp_path}/{folder}", tmp_path / "t", None, special
+        )
         corpus, _ = data.open_corpus(path)
         found = corpus.read(0, len(corpus)).tokens.tolist()
         assert found[-1] == end == 0
@@ -949,8 +957,7 @@ def test_data_text_that_spells_a_special_token(tmp_path):
     (tmp_path / "word").mkdir()
     (tmp_path / "word" / "tokenizer.json").write_text(json.dumps(content))
     (tmp_path / "word" / "tokenizer_config.json").write_text('{"eos_token": "<end>"}')
-    with raises(ValueError, match="a text spells token 0, which ends documents. Pass --special"):
-        ids(False, "word")
+    assert 0 not in ids(False, "word")
     assert ids(True, "word").count(0) == 1
 
 
@@ -1152,5 +1159,5 @@ def test_data_edges_of_documents_and_files(tmp_path):
     make_tokenizer(tmp_path / "hf", "the grass is green\r\n", 1)
     text = tmp_path / "a folder" / "line ends.txt"
     text.write_bytes(b"the grass\r\nis\rgreen\n\r\n")
-    path, _ = data.tokenise(str(text), f"{tmp_path}/hf", tmp_path / "t")
+    path, _ = prepare.tokenise_data(str(text), f"{tmp_path}/hf", tmp_path / "t")
     assert len(data.open_corpus(path)[0]) == text.stat().st_size + 1

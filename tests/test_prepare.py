@@ -1009,11 +1009,11 @@ def test_prepare_for_train(tmp_path):
     assert prepare.tokenise_data(*args) == (path, END) and os.path.getsize(path) == 2
     other, _ = prepare.tokenise_data(*args, special_tokens=True)
     assert other != path and np.fromfile(other, "<u2").tolist() == [HI, END, YOU, END]
-    other, end = prepare.tokenise_data(*args, document_token=TURN)
-    assert end == TURN and np.fromfile(other, "<u2").tolist() == [HI, UNK, TURN]
+    with raises(ValueError, match=f"--document-token {TURN} contradicts --tokenizer"):
+        prepare.tokenise_data(*args, document_token=TURN)
     os.utime(text, (1, 1))
     assert prepare.tokenise_data(*args)[0] not in (path, other)
     text.write_bytes(b"\xff")
     with raises(ValueError, match="a.txt is not UTF-8 text"):
         prepare.tokenise_data(*args)
-    assert len([*(tmp_path / "cache").iterdir()]) == 8
+    assert len([*(tmp_path / "cache").iterdir()]) == 6
