@@ -3,11 +3,13 @@
 import bz2
 import gzip
 import importlib.util
+import itertools
 import json
 import lzma
 import os
 import re
 import resource
+import shutil
 import subprocess
 import sys
 import time
@@ -16,11 +18,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from pytest import raises
+import torch
+import torch.nn.functional as F
+from pytest import approx, raises
 
 import prepare
 from helpers import fail_disk_full, make_tokenizer
-from test_all import ROOT, parametrize, slow
+from test_all import ROOT, parametrize, read_log, run, slow
 
 # The words and the special tokens of the small tokenizer. Other words are <unk>
 WORDS = "<unk> hi oh you be good <s>".split()
@@ -1017,3 +1021,66 @@ def test_prepare_for_train(tmp_path):
     with raises(ValueError, match="a.txt is not UTF-8 text"):
         prepare.tokenise_data(*args)
     assert len([*(tmp_path / "cache").iterdir()]) == 6
+
+
+# ---------------------------------------------------------------------------- to the end
+
+
+@slow
+def test_conversations_from_prepare_to_export(tmp_path):
+    """Conversations are prepared, trained on by two ranks that share each sequence, resumed by one
+    rank, and exported.
+
+    The loss of evaluations is that of transformers on the export, over the assistant's tokens
+    alone. Catches a mask that is lost, or shifted, on the way.
+    """
+    from transformers import AutoModelForCausalLM
+
+    tokenizer = word_tokenizer(tmp_path / "tok")
+    words = [w for w in WORDS if not w.startswith("<")]
+    records = [
+        conversation(
+            ("user", " ".join(words[j % 5] for j in range(i % 4 + 1))),
+            ("assistant", " ".join(words[(i + j) % 5] for j in range(i % 3 + 1))),
+            ("user", "hi"),
+            ("assistant", words[i % 5]),
+        )
+        for i in range(150)
+    ]
+    (tmp_path / "chats.jsonl").write_text(lines(*records))
+    ids = prepared(tmp_path / "chats.jsonl", tokenizer, tmp_path / "chats.bin", "--chat")
+    mask = np.frombuffer((tmp_path / "chats.mask").read_bytes(), bool)
+    assert 0.2 < mask.mean() < 0.5
+
+    flags = (
+        f"--device cpu --data {tmp_path}/chats.bin --seq 64 --batch 4 --steps 4 --lr 0.003 "
+        "--eval-every 4 --save-every 2 --dtype fp32"
+    )
+    run(f"{flags} --sp 2 --out {tmp_path}/two", 2)
+    (tmp_path / "one").mkdir()
+    shutil.copytree(tmp_path / "two" / "step-00000002", tmp_path / "one" / "step-00000002")
+    said = run(f"{flags} --sp 1 --resume latest --out {tmp_path}/one --export {tmp_path}/hf")
+    assert "documents end with token 7" in said
+    two, one = read_log(tmp_path / "two"), read_log(tmp_path / "one")
+    assert [row["step"] for row in one] == [3, 4]
+    for row, same in zip(one, two[2:]):
+        assert row["loss"] == approx(same["loss"], rel=1e-5)
+
+    # the last twentieth of the windows is for validation; attention stays inside documents
+    windows = (len(ids) - 1) // 64
+    first = (windows - max(1, windows // 20)) * 64
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
+    losses = []
+    for start in range(first, windows * 64, 64):
+        tokens = ids[start : start + 65]
+        begins = [0, *(i + 1 for i, token in enumerate(tokens[:64]) if token == END), 64]
+        for begin, end in itertools.pairwise(begins):
+            labels = torch.tensor(tokens[begin + 1 : end + 1])
+            counts = torch.from_numpy(mask[start + begin + 1 : start + end + 1].copy())
+            counts[torch.tensor(tokens[begin:end]) == END] = (
+                False  # the next document's first token
+            )
+            if begin < end:
+                logits = theirs(torch.tensor([tokens[begin:end]])).logits[0]
+                losses += F.cross_entropy(logits[counts], labels[counts], reduction="none").tolist()
+    assert one[-1]["val_loss"] == approx(np.mean(losses), rel=1e-4)
