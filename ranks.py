@@ -247,15 +247,32 @@ def restore_handlers() -> None:
     handlers_before.clear()
 
 
+# A forked child has the same pipe. What stops the child must not stop this process, so signals wait
+# from the fork until the child has let go of the pipe.
+held = threading.local()  # mask_before: the signals that this thread has held back before its fork
+
+
+def hold_signals() -> None:
+    """Let signals wait, in this process and in the child that it is about to fork."""
+    held.mask_before = signal.pthread_sigmask(signal.SIG_BLOCK, list(handlers_before))
+
+
+def release_signals() -> None:
+    """Handle the signals that have waited since hold_signals."""
+    signal.pthread_sigmask(signal.SIG_SETMASK, held.mask_before)
+
+
 def forget_signals() -> None:
-    """Handle signals as before stop_signals, in a forked child. It has the same pipe, and what
-    stops the child must not stop this process."""
+    """Handle signals as before stop_signals, in a forked child."""
     if handlers_before:
         signal.set_wakeup_fd(-1)
         restore_handlers()
+    release_signals()
 
 
-os.register_at_fork(after_in_child=forget_signals)
+os.register_at_fork(
+    before=hold_signals, after_in_parent=release_signals, after_in_child=forget_signals
+)
 
 # ---------------------------------------------------------------------------- groups
 
