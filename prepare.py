@@ -1727,7 +1727,7 @@ def tokenise_data(
     if vocab and settings.vocab > vocab:
         raise ValueError(
             f"--tokenizer {folder}: it has {settings.vocab} ids, but the model has only {vocab}. "
-            "Choose another model or tokenizer"
+            "Take another model or tokenizer"
         )
 
     path = cache / f"{job_key(settings)[:16]}.bin"
