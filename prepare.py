@@ -10,16 +10,18 @@ The first command writes two files, and --chat writes a third one:
     train.bin.json   {"token_bytes": 2, "document_token": 258, "vocab": 300}
     chats.mask       one byte per token of chats.bin. 1: the token counts as a label. 0: it does not
 
-token_bytes is 2 if the largest id fits uint16, else 4. document_token is the id that ends each
-document (-1: none), vocab the size of the tokenizer. The file of --chat also has "mask":
-"chats.mask".
+token_bytes is the number of bytes per id: 2 if all ids fit uint16, else 4. document_token is the id
+that ends each document (-1: none). vocab is the tokenizer's largest id plus one. With --chat the
+JSON file also names the mask: chats.bin.json has "mask": "chats.mask".
 
 A document is a plain text file, a line of a JSON Lines file, or a row of a table. Every document,
-even an empty one, is followed by the document token. For example, the lines {"text": "hi"} and
-{"text": "oh you"} become, with the ids of the next example, 1 7 2 3 7.
+even an empty one, is followed by the document token. For example, take the ids of the table below:
+hi is 1, oh is 2, you is 3, and the document token is 7. Then the two lines {"text": "hi"} and
+{"text": "oh you"} become the ids 1 7 2 3 7.
 
 With --chat a document is a conversation, and the tokenizer's chat template makes its text. Only the
-assistant's tokens count as labels, with the token that ends the assistant's turn:
+assistant's tokens count as labels, together with the token that ends the assistant's turn. For
+example, this conversation becomes these ids. The last token, <|end|>, is the document token:
 
     {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "oh you"}]}
 
@@ -27,32 +29,40 @@ assistant's tokens count as labels, with the token that ends the assistant's tur
     id        8       1   10          9         2    3    10       7
     mask      0       0    0          0         1    1     1       0
 
-The reader cuts the inputs into batches, worker processes turn batches into ids, and this process
-writes the ids in the order of the inputs. So the files are the same for any number of workers.
+The main process reads the inputs and cuts them into batches. Worker processes turn batches into
+ids. The main process writes the ids in the order of the inputs, so the files are the same for any
+number of workers. The main steps, in this order:
 
-    find_sources    which files there are, and what each one is
-    read_batches    the inputs in pieces of about a megabyte; each piece knows its file and position
-    Encoder         what a worker does: parse, apply the chat template, tokenise
-    write           append ids to OUT.partial/ids, and note in OUT.partial/progress.json how far it is
+    find_sources    lists the input files, and finds out what each one is
+    read_batches    reads the inputs in batches of about a megabyte, or of one larger chunk; a chunk
+                    knows its position in the inputs
+    Encoder         turns a batch into ids: parses, applies the chat template, tokenises
+    append          appends ids to OUT.partial/ids, and notes its progress in
+                    OUT.partial/progress.json
+    finish          renames OUT.partial/ids to OUT as the last step, so OUT is always complete
 
-A killed command goes on from its progress.json when it is started again. The ids up to there have
-the checksum that it notes, and later ones are cut off. OUT gets its name last, so it is always
-whole.
+If a command was killed, start the same command again. It checks the ids that progress.json counts
+against the checksum in progress.json, cuts off ids written later, and continues from there.
 
-Text that spells a special token, in a document or in a message, is text, unless --special-tokens is
-given. A tokenizer that cannot treat it as text is refused where that happens.
+A document or a message may spell a special token, such as <|end|>. It stays ordinary text, unless
+--special-tokens is given. Some tokenizers cannot treat it as text. Then the command ends with an
+error. It checks conversations for any special token, but documents only for the document token.
 
-Memory is bounded for any number and size of files. A plain text file may be larger than memory. A
-line of JSON may have at most LINE_BYTES bytes, and several such lines are in memory at once.
-A document is tokenised at once if it has at most DOCUMENT_BYTES bytes; then its ids are those of the
-tokenizer for the whole text. A longer document is cut, if possible where a line begins. There a
-tokenizer that puts a space before each text puts one before each part. Conversations are never cut.
-A worker needs up to 0.7 GiB for a document of that size.
+Memory is bounded for any number and size of files:
 
-Left out: validation files (train.py holds out a twentieth of its data), shuffling, deduplication,
-filters.
+    plain text      A file may be larger than memory.
+    JSON Lines      A line may have about LINE_BYTES bytes. Several such lines may be in memory.
+    long documents  A document of at most DOCUMENT_BYTES bytes is tokenised as a whole, so its ids
+                    are those of the tokenizer for the whole text. A longer document is cut into
+                    parts, if possible where a line begins. A tokenizer that puts a space before
+                    each text puts one before each part. Conversations are never cut.
+    workers         A worker needs up to 0.7 GiB for a document of DOCUMENT_BYTES bytes.
 
-Legend: a source is an input file. A chunk is a piece of a source. A batch is a list of chunks.
+Left out: validation files (train.py holds out the last twentieth of its data), shuffling,
+deduplication, filters.
+
+Legend: a source is an input file, or the folder of a dataset. A chunk is a piece of a source. A
+batch is a list of chunks.
 """
 
 import argparse
@@ -91,14 +101,14 @@ import numpy as np
 
 from data import find_files, own_file, own_or_absent, refuse_format, replace_file
 
-DOCUMENT_BYTES = 2**22  # a longer document is cut into parts of at most this size
+DOCUMENT_BYTES = 2**22  # a longer document is cut into parts of at most this many bytes
 LINE_BYTES = 2**28  # the longest line of JSON Lines
-BATCH_BYTES = 2**20  # a worker gets about this much at a time
-BATCH_CHUNKS = 4096  # ... but no more chunks than this, as when there are many empty files
-SMALL_BYTES = 2**24  # train.py tokenises less text than this in its own process
-TABLE_ROWS = 32  # rows of a table that are read at a time
-COMMIT_SECONDS = 5.0  # progress is noted this often
-HEAD_BYTES = 4096  # of each file are read to find out what it is
+BATCH_BYTES = 2**20  # a batch has at most this many bytes, unless a single chunk has more
+BATCH_CHUNKS = 4096  # a batch has at most this many chunks: many files may be empty
+SMALL_BYTES = 2**24  # train.py starts no workers for less text than this
+TABLE_ROWS = 32  # number of table rows that are read at a time
+COMMIT_SECONDS = 5.0  # time between two writes of progress.json
+HEAD_BYTES = 4096  # number of bytes at the start of a file that tell what it is
 CHAT_FIELDS = ("messages", "conversations", "tools")
 
 PIP = "pip install -r requirements-data.txt"
@@ -106,7 +116,7 @@ PIP = "pip install -r requirements-data.txt"
 
 # ---------------------------------------------------------------------------- inputs
 #
-# What a file is follows from its first bytes, and from its ending if these leave it open.
+# The first bytes of a file tell what it is. If they do not, the ending of its name does.
 
 
 @dataclass(frozen=True)
@@ -117,7 +127,7 @@ class Source:
     kind: str  # a key of READERS
     compression: str  # a key of DECOMPRESSORS, or empty
     size: int  # bytes on disk
-    modified: int  # time of the last change, in nanoseconds
+    modified: int  # time of the last change, in nanoseconds since 1970
 
 
 LINE_ENDINGS = (".jsonl", ".ndjson", ".json")
@@ -135,13 +145,14 @@ COMPRESSION_ENDINGS = {
     ".zst": "zstd",
     ".zstd": "zstd",
 }
+# Regular expressions for the first bytes of compressed files
 COMPRESSION_STARTS = {
     "gzip": rb"\x1f\x8b",
     "bz2": rb"BZh[1-9](1AY&SY|\x17rE8P\x90)",
     "xz": rb"\xfd7zXZ\x00",
     "zstd": rb"\x28\xb5\x2f\xfd|[\x50-\x5f]\x2a\x4d\x18",
 }
-# Formats that are neither text nor tables, by their first bytes
+# First bytes of formats that cannot be read
 OTHER_STARTS = {
     b"\x93NUMPY": "a NumPy array",
     b"PK\x03\x04": "a zip archive",
@@ -151,11 +162,12 @@ OTHER_STARTS = {
 
 
 def find_sources(inputs: list[str], outputs: list[str]) -> list[Source]:
-    """Return the files of all inputs, which are files and folders, in the order of their names.
+    """Return the files of all inputs: the inputs as given, and the files of a folder by name.
 
-    A folder's hidden files are left out, and so are `outputs`, the paths that this command writes.
-    Links are followed, but each folder and file of an input is read once, so loops end. An input
-    that is named twice is read twice. Raises ValueError or OSError.
+    Left out are a folder's hidden files and folders, and `outputs`, the paths that this command
+    writes. Links are followed. A file or folder that an input reaches by several links is read
+    once, so links that form a loop do no harm. An input that is named twice is read twice. Raises
+    ValueError or OSError.
     """
     own = {os.path.realpath(path) for path in outputs}
     sources = []
@@ -164,14 +176,19 @@ def find_sources(inputs: list[str], outputs: list[str]) -> list[Source]:
             raise ValueError(f"{name}: there is no such file or folder")
         found = [identify(path) for path in walk(name, own, set())]
         if not found:
-            raise ValueError(f"{name}: the folder holds no file to read. Hidden files do not count")
+            raise ValueError(
+                f"{name} holds no file to read. Hidden files and the files of --out do not count"
+            )
         sources += found
     return sources
 
 
 def walk(path: str, own: set[str], seen: set[str]) -> Iterator[str]:
-    """Yield the files below a path and the folders of datasets, sorted. seen: the real paths that
-    were met before. Raises ValueError for a FIFO, a device, or a link that leads nowhere."""
+    """Yield the files and the folders of datasets below a path, sorted by name.
+
+    own: real paths that are left out. seen: real paths that were met before; walk() adds to it.
+    Raises ValueError for a FIFO, a device, or a link that leads nowhere.
+    """
     real = os.path.realpath(path)
     if real in own or real in seen:
         return
@@ -192,8 +209,8 @@ def walk(path: str, own: set[str], seen: set[str]) -> Iterator[str]:
 
 
 def is_dataset(folder: str) -> bool:
-    """Return whether a folder was written by save_to_disk of Hugging Face's datasets. Raises
-    ValueError if it holds several splits."""
+    """Return whether a folder is a dataset that save_to_disk of Hugging Face's datasets wrote.
+    Raises ValueError if it is a DatasetDict, which holds a folder per split."""
     splits = Path(folder, "dataset_dict.json")
     if splits.is_file():
         names = [name for name in sorted(os.listdir(folder)) if Path(folder, name).is_dir()]
@@ -205,14 +222,15 @@ def is_dataset(folder: str) -> bool:
 
 
 def identify(path: str) -> Source:
-    """Return what a file is. Raises ValueError if it cannot be read here."""
+    """Find out what a file, or the folder of a dataset, is. Raises ValueError if prepare.py cannot
+    read it."""
     info = os.stat(path)
     if stat.S_ISDIR(info.st_mode):
         files = [file for file in sorted(Path(path).iterdir()) if file.is_file()]
         size = sum(file.stat().st_size for file in files)
         modified = max(file.stat().st_mtime_ns for file in files)
         source = Source(path, "dataset", "", size, modified)
-        table_library(source)  # if it is missing, that is said before any work
+        table_library(source)  # a missing library is reported before any work
         return source
 
     with open(path, "rb") as file:
@@ -241,8 +259,8 @@ def identify(path: str) -> Source:
 
 
 def has_changed(source: Source) -> bool:
-    """Return whether a source has another size or time than it had. Raises OSError if it is
-    gone."""
+    """Return whether a source's size or time has changed since identify() read them. Raises OSError
+    if the source is gone."""
     if source.kind == "dataset":
         return identify(source.path) != source
     info = os.stat(source.path)
@@ -250,8 +268,8 @@ def has_changed(source: Source) -> bool:
 
 
 def content_kind(path: str, head: bytes, ending: str) -> str:
-    """Return the kind of a file, from its first bytes and its ending. Raises ValueError if it is
-    none that can be read."""
+    """Return the kind of a file, which is a key of READERS. head: its first bytes, decompressed.
+    ending: the ending of its name. Raises ValueError if there is no reader for it."""
     if head.startswith(b"PAR1"):
         return "parquet"
     if head.startswith(b"ARROW1"):
@@ -290,15 +308,15 @@ def content_kind(path: str, head: bytes, ending: str) -> str:
 
 
 class ZstdFrames(io.RawIOBase):
-    """The content of a zstd file, which may have several frames, through the library zstandard. Its
-    own reader ends silently if the file ends within a frame."""
+    """Reads a zstd file of one or several frames with the library zstandard. The library's own
+    reader reports no error if the file ends within a frame."""
 
     def __init__(self, file: BinaryIO, library):
         self.file = file
         self.decompressor = library.ZstdDecompressor(max_window_size=2**31)
         self.frame = None  # the state of an unfinished frame
-        self.input = b""  # of the next frame
-        self.output = memoryview(b"")
+        self.input = b""  # compressed bytes of the next frame
+        self.output = memoryview(b"")  # decompressed bytes that nobody has read yet
 
     def readable(self) -> bool:
         return True
@@ -322,8 +340,8 @@ class ZstdFrames(io.RawIOBase):
 
 
 def open_zstd(file: BinaryIO) -> BinaryIO:
-    """Open a zstd file with Python's own library (3.14), or with zstandard. Raises ValueError if
-    neither is there."""
+    """Open a zstd file with Python's own library (from Python 3.14 on), else with zstandard. Raises
+    ValueError if neither is installed."""
     try:
         from compression import zstd
     except ImportError:
@@ -348,14 +366,15 @@ DECOMPRESSORS: dict[str, Callable[[BinaryIO], BinaryIO]] = {
 
 @contextlib.contextmanager
 def decompressed(source: Source) -> Iterator[tuple[BinaryIO, BinaryIO]]:
-    """Open a file. Yield a stream of its content, and the file itself, whose position says how much
-    was read. Raises ValueError if compressed content is damaged or cut short."""
+    """Open a file. Yield a stream of its decompressed content, and the file itself. The position of
+    the file says how many of its bytes were read. Raises ValueError if compressed content is
+    damaged or cut short."""
     with open(source.path, "rb") as file:
         try:
             yield DECOMPRESSORS[source.compression](file), file
         except ValueError:
             raise
-        except Exception as e:  # each library has its own errors
+        except Exception as e:  # each library raises its own errors
             if not source.compression:
                 raise
             raise ValueError(
@@ -367,32 +386,35 @@ def decompressed(source: Source) -> Iterator[tuple[BinaryIO, BinaryIO]]:
 
 
 class Cursor(NamedTuple):
-    """How far the inputs are read: the next byte and line of a source. For a table, `line` counts
-    rows, and `position` is not used."""
+    """How far the inputs are read, as three numbers that count from 0. Cursor(2, 900, 7): of source
+    2, the first 900 bytes are read, which are 7 lines."""
 
-    source: int = 0
-    position: int = 0  # in bytes after decompression
-    line: int = 0
+    source: int = 0  # an index into the list of sources
+    position: int = 0  # in bytes after decompression; 0 in a table
+    line: int = 0  # in JSON Lines: lines; in a table: rows; 0 in plain text
 
 
 class Chunk(NamedTuple):
-    """A piece of a source: a part of a text, or whole lines of JSON.
+    """A piece of a source: a part of a plain text, or whole lines of JSON.
 
-    The rows of a table become lines of JSON, so that all but plain text takes the same path. A
-    document of plain text may have several chunks; first and last say where it begins and ends.
+    The rows of a table become lines of JSON, so the code after the readers knows no tables. A plain
+    text file is one document, which may have several chunks.
     """
 
     content: bytes
     start: Cursor
     end: Cursor  # where the next chunk begins
-    bytes_read: int  # of the file, up to the end of this chunk
-    first: bool = True
-    last: bool = True
+    bytes_read: int  # bytes of the file, still compressed, that were read so far: for the bar
+    first: bool = True  # plain text: the document begins with this chunk
+    last: bool = True  # plain text: the document ends with this chunk
 
 
 def read_batches(sources: list[Source], cursor: Cursor, fields: list[str]) -> Iterator[list[Chunk]]:
-    """Yield batches of all sources from the cursor on. fields: the fields that documents are made
-    of. Raises ValueError or OSError, after the batch before the fault."""
+    """Yield batches of all sources from the cursor on. fields: the columns to read from a table.
+
+    Raises ValueError or OSError if a source cannot be read, but first yields the chunks before that
+    place. So if these hold a fault, too, the user sees the first fault of the inputs.
+    """
     batch, size = [], 0
     try:
         for index in range(cursor.source, len(sources)):
@@ -413,8 +435,8 @@ def read_batches(sources: list[Source], cursor: Cursor, fields: list[str]) -> It
 
 
 def skip(path: str, stream: BinaryIO, count: int) -> None:
-    """Move a stream forward by `count` bytes, by reading them, because compressed files cannot
-    seek. Raises ValueError if it has fewer."""
+    """Read `count` bytes of a stream and drop them, because not every decompressor can seek. Raises
+    ValueError if the stream has fewer bytes."""
     while count:
         read = stream.read(min(count, 2**20))
         if not read:
@@ -423,12 +445,13 @@ def skip(path: str, stream: BinaryIO, count: int) -> None:
 
 
 def read_text(source: Source, start: Cursor, fields: list[str]) -> Iterator[Chunk]:
-    """Yield the parts of a text file, which is one document."""
+    """Yield a text file, which is one document, in parts of at most DOCUMENT_BYTES bytes."""
     with decompressed(source) as (stream, file):
         skip(source.path, stream, start.position)
         position = start.position
         rest = b""
         while True:
+            # One byte more than a part may have shows whether this part is the last one
             rest += stream.read(DOCUMENT_BYTES + 1 - len(rest))
             part = rest[: cut_position(rest)]
             if b"\0" in part:
@@ -449,17 +472,21 @@ def read_text(source: Source, start: Cursor, fields: list[str]) -> Iterator[Chun
 
 
 def cut_position(text: bytes) -> int:
-    """Return the length of the first part of a UTF-8 text. It is the whole text if that has at most
-    DOCUMENT_BYTES bytes.
+    """Return the length in bytes of the first part of a UTF-8 text. A text of at most
+    DOCUMENT_BYTES bytes is one part.
 
-    A longer text is cut where a line begins with a letter or a sign, else before a space between
-    words, else between two characters. At the first two places most tokenizers begin a new token
-    anyway. They are looked for in the last 64 KiB.
+    From a longer text, the first part ends at the last of these places in its last 64 KiB:
+
+        before a line that does not begin with white space
+        else before the space between two words
+        else between two characters, at DOCUMENT_BYTES bytes or up to 3 bytes before
+
+    At the first two places most tokenizers begin a new token anyway.
     """
     if len(text) <= DOCUMENT_BYTES:
         return len(text)
     end = DOCUMENT_BYTES
-    while text[end] & 0xC0 == 0x80 and end > DOCUMENT_BYTES - 4:  # within a character
+    while text[end] & 0xC0 == 0x80 and end > DOCUMENT_BYTES - 4:  # this byte continues a character
         end -= 1
     tail = text[max(0, end - 2**16) : end].decode(errors="ignore")
     for pattern in (r"(?<=\n)(?=\S)", r"(?<=\S)(?= \S)"):
@@ -470,7 +497,8 @@ def cut_position(text: bytes) -> int:
 
 
 def read_lines(source: Source, start: Cursor, fields: list[str]) -> Iterator[Chunk]:
-    """Yield whole lines of a JSON Lines file. Raises ValueError for a line that is too long."""
+    """Yield whole lines of a JSON Lines file, about BATCH_BYTES at a time. Raises ValueError for a
+    line that is too long."""
     with decompressed(source) as (stream, file):
         skip(source.path, stream, start.position)
         _, position, line = start
@@ -481,7 +509,7 @@ def read_lines(source: Source, start: Cursor, fields: list[str]) -> Iterator[Chu
                     number = line + content.count(b"\n") + 1
                     raise ValueError(
                         f"{source.path} line {number}: the line is longer than "
-                        f"{LINE_BYTES >> 20} MiB, the most that is read at once"
+                        f"{LINE_BYTES >> 20} MiB, the longest that can be read"
                     )
                 content += rest
             at = Cursor(start.source, position, line)
@@ -493,7 +521,8 @@ def read_lines(source: Source, start: Cursor, fields: list[str]) -> Iterator[Chu
 def read_table(rows: Callable) -> Callable:
     """Return a reader that turns each row of a table into a line of JSON.
 
-    rows(source, first_row, fields) yields lists of dicts, and the share of the table that was read.
+    rows(source, first, fields) yields pairs, from row `first` on: a list of rows, each a dict of
+    its fields, and the fraction of the table that was read so far.
     """
 
     def read(source: Source, start: Cursor, fields: list[str]) -> Iterator[Chunk]:
@@ -507,7 +536,9 @@ def read_table(rows: Callable) -> Callable:
                 row += len(batch)
                 after = Cursor(start.source, 0, row)
                 yield Chunk(content, at, after, int(share * source.size))
-        except Exception as e:  # each library has its own errors; a picture or a date is no text
+        except Exception as e:
+            # Each library raises its own errors, and json.dumps refuses a picture or a date. An
+            # error that names the file already is good as it is
             if str(e).startswith(source.path):
                 raise
             raise ValueError(
@@ -518,9 +549,10 @@ def read_table(rows: Callable) -> Callable:
 
 
 def chosen_columns(path: str, columns: list[str], fields: list[str]) -> list[str]:
-    """Return those columns of a table that are fields. Raises ValueError if there are none."""
+    """Return those of the fields that a table has as columns. Raises ValueError if it has none."""
     chosen = [name for name in fields if name in columns]
     if not chosen:
+        # With --chat there are several fields, and --field has no effect
         advice = ": name one of them with --field" if len(fields) == 1 else ""
         raise ValueError(
             f"{path} has no column {' or '.join(fields)}. Its columns are "
@@ -530,7 +562,8 @@ def chosen_columns(path: str, columns: list[str], fields: list[str]) -> list[str
 
 
 def csv_rows(source: Source, first: int, fields: list[str]) -> Iterator[tuple[list[dict], float]]:
-    """Yield the rows of a CSV file. Line ends within quotes stay as they are."""
+    """Yield the rows of a CSV or TSV file, as read_table says. Line ends within quotes stay as they
+    are. Its first line names the columns, and only one of them is read."""
     csv.field_size_limit(LINE_BYTES)
     with decompressed(source) as (stream, file):
         text = io.TextIOWrapper(stream, encoding="utf-8-sig", newline="")
@@ -555,7 +588,8 @@ def csv_rows(source: Source, first: int, fields: list[str]) -> Iterator[tuple[li
 
 
 def first_bad_byte(source: Source) -> int:
-    """Return the position of the first byte that is not UTF-8 in a file that has one."""
+    """Return the position of the first byte that is not UTF-8. The caller knows that there is
+    one."""
     position = 0
     with decompressed(source) as (stream, _):
         for line in stream:
@@ -568,7 +602,8 @@ def first_bad_byte(source: Source) -> int:
 
 
 def parquet_rows(source: Source, first: int, fields: list[str]) -> Iterator:
-    """Yield the rows of a Parquet file, from the row group that holds the first one on."""
+    """Yield the rows of a Parquet file, as read_table says. Row groups before row `first` are not
+    read."""
     parquet = table_library(source)
     with open(source.path, "rb") as file:
         table = parquet.ParquetFile(file)
@@ -588,7 +623,8 @@ def parquet_rows(source: Source, first: int, fields: list[str]) -> Iterator:
 
 
 def arrow_rows(source: Source, first: int, fields: list[str]) -> Iterator:
-    """Yield the rows of an Arrow file: a file with an index, or a stream, as datasets writes."""
+    """Yield the rows of an Arrow file, as read_table says. The file is in Arrow's file format,
+    which begins with ARROW1, or in Arrow's stream format, which the library datasets writes."""
     pyarrow = table_library(source)
     with pyarrow.OSFile(source.path) as file:
         if file.read(6) == b"ARROW1":
@@ -609,7 +645,7 @@ def arrow_rows(source: Source, first: int, fields: list[str]) -> Iterator:
 
 
 def dataset_rows(source: Source, first: int, fields: list[str]) -> Iterator:
-    """Yield the rows of a folder that Hugging Face's datasets has written."""
+    """Yield the rows of a folder that Hugging Face's datasets saved, as read_table says."""
     table = table_library(source).load_from_disk(source.path)
     columns = chosen_columns(source.path, table.column_names, fields)
     for row in range(first, len(table), TABLE_ROWS):
@@ -622,13 +658,14 @@ TABLE_LIBRARIES = {"parquet": "pyarrow.parquet", "arrow": "pyarrow", "dataset": 
 
 
 def table_library(source: Source):
-    """Import the library that reads a table. Raises ValueError with the pip line if it is
-    missing."""
+    """Return the library that reads a table. Raises ValueError with the command that installs it if
+    it is missing."""
     try:
         return importlib.import_module(TABLE_LIBRARIES[source.kind])
     except ImportError as e:
         raise ValueError(
-            f"{source.path}: reading it ({source.kind}) needs the library datasets: {PIP} ({e})"
+            f"{source.path}: reading it ({source.kind}) needs the libraries datasets and pyarrow: "
+            f"{PIP} ({e})"
         ) from None
 
 
@@ -644,7 +681,8 @@ READERS = {
 
 
 def not_utf8(path: str, e: UnicodeDecodeError, position: int) -> ValueError:
-    """Return the error for bytes that are not UTF-8."""
+    """Return the error for a file that is not UTF-8. e: what decode() raised. position: that of the
+    first wrong byte in the file."""
     return ValueError(
         f"{path} is not UTF-8 text: byte 0x{e.object[e.start]:02x} at position {position}, "
         f"{e.reason}. Convert the file to UTF-8, or leave it out"
@@ -661,44 +699,45 @@ class Settings:
     sources: list[Source]
     tokenizer: str  # its folder
     end: int  # the id that ends a document; -1: none
-    vocab: int  # the size of the tokenizer
-    bos: list[int] = field(default_factory=list)  # the ids that begin a document
+    vocab: int  # the tokenizer's largest id plus one
+    bos: list[int] = field(default_factory=list)  # --bos: the ids that begin a document
     text_field: str = "text"
     special_tokens: bool = False  # text that spells a special token becomes that token
     chat: bool = False
     template: str = ""
     template_tokens: dict[str, str] = field(default_factory=dict)  # such as {"bos_token": "<s>"}
-    other_ends: str = ""  # tokens that an error may name instead of `end`
-    date: str = ""  # the day, if the template writes it
+    other_ends: str = ""  # document tokens that an error suggests in place of `end`
+    date: str = ""  # today, if the template writes the date; else empty
 
     @property
     def dtype(self) -> np.dtype:
-        """The type of an id in the file."""
+        """The type of the ids in OUT: little endian, unsigned."""
         return np.dtype("<u2" if max(self.vocab - 1, self.end) < 2**16 else "<u4")
 
     @property
     def fields(self) -> list[str]:
+        """The fields that a document is made of."""
         return list(CHAT_FIELDS) if self.chat else [self.text_field]
 
 
 def read_json(folder: Path, name: str) -> dict:
-    """Return what a JSON file of a tokenizer's folder says; {} if there is no such file. Raises
-    ValueError or OSError."""
+    """Return the JSON object in a file of a tokenizer's folder, or {} if there is no such file.
+    Raises ValueError if the file cannot be read."""
     path = folder / name
     if not path.exists():
         return {}
     try:
         content = json.loads(own_file(path, folder).read_text(encoding="utf-8"))
         if not isinstance(content, dict):
-            raise ValueError("it is no JSON object")
+            raise ValueError("it is not a JSON object")
     except (ValueError, OSError) as e:
         raise ValueError(f"--tokenizer {folder}: {name} cannot be read: {e}") from e
     return content
 
 
 def load_tokenizer(folder: Path):
-    """Return the tokenizer of a Hugging Face folder. Its special tokens are those that transformers
-    would have. Raises ValueError."""
+    """Return the tokenizer of a Hugging Face folder. As in transformers, the tokens of
+    named_tokens() are special tokens, too. Raises ValueError."""
     from tokenizers import AddedToken, Tokenizer
 
     try:
@@ -709,7 +748,7 @@ def load_tokenizer(folder: Path):
             "has another kind of tokenizer, load it with transformers' AutoTokenizer, and "
             "save_pretrained it to a new folder"
         ) from e
-    tokenizer.no_truncation()  # some tokenizer.json files ask for it
+    tokenizer.no_truncation()  # some tokenizer.json files ask for truncation
     tokenizer.no_padding()
     known = tokenizer.get_vocab()
     named = [token for token in named_tokens(folder).values() if token in known]
@@ -718,11 +757,10 @@ def load_tokenizer(folder: Path):
 
 
 def named_tokens(folder: Path) -> dict[str, str]:
-    """Return the named special tokens, such as {"eos_token": "</s>"}. Raises ValueError.
+    """Return the special tokens that have a name, such as {"eos_token": "</s>"}. Raises ValueError.
 
-    They stand in tokenizer_config.json. Folders of before 2023, whose tokenizer_config.json has no
-    added_tokens_decoder, may have them in special_tokens_map.json, too, which takes precedence. So
-    it is in transformers.
+    tokenizer_config.json has them. If it has no added_tokens_decoder, which came in 2023, then
+    special_tokens_map.json is read, too, and takes precedence. transformers does the same.
     """
     fields = read_json(folder, "tokenizer_config.json")
     if "added_tokens_decoder" not in fields:
@@ -737,8 +775,8 @@ def named_tokens(folder: Path) -> dict[str, str]:
 
 
 def config_ids(folder: Path, key: str) -> list[int]:
-    """Return the ids that generation_config.json and config.json give for a key, which may have one
-    id or a list. Raises ValueError."""
+    """Return the ids that generation_config.json and config.json, in this order, give for a key
+    such as eos_token_id. Its value may be one id or a list of ids. Raises ValueError."""
     ids = []
     for name in ("generation_config.json", "config.json"):
         value = read_json(folder, name).get(key)
@@ -749,8 +787,8 @@ def config_ids(folder: Path, key: str) -> list[int]:
 
 
 def find_end_token(tokenizer, folder: Path) -> int | None:
-    """Return the id of the tokenizer's end token, or None if it has none. Raises ValueError if it
-    names a token that it does not have."""
+    """Return the id of the tokenizer's end token, or None if the folder names none. Raises
+    ValueError if the token that it names is not in the vocabulary."""
     token = named_tokens(folder).get("eos_token")
     if token is not None:
         end, name = tokenizer.token_to_id(token), f"eos_token {token}"
@@ -778,8 +816,8 @@ def no_end_token(folder: Path) -> ValueError:
 
 
 def find_first_tokens(tokenizer, folder: Path) -> list[int]:
-    """Return the ids that begin a text: those that the tokenizer adds itself, else its bos_token.
-    Raises ValueError if it has neither."""
+    """Return the ids that --bos puts before a document: those that the tokenizer itself puts before
+    a text, else its bos_token. Raises ValueError if it has neither."""
     encoding = tokenizer.encode("a")
     added = list(itertools.takewhile(lambda pair: pair[1], zip(*ids_and_added(encoding))))
     if added:
@@ -796,13 +834,15 @@ def find_first_tokens(tokenizer, folder: Path) -> list[int]:
 
 
 def ids_and_added(encoding) -> tuple[list[int], list[int]]:
-    """Return the ids of an encoding, and for each 1 if the tokenizer has added it."""
+    """Return the ids of an encoding, and for each id 1 if the tokenizer added it to the text, else
+    0."""
     return encoding.ids, encoding.special_tokens_mask
 
 
 def find_template(folder: Path) -> str:
     """Return the tokenizer's chat template: chat_template.jinja, else the one in
-    tokenizer_config.json, which may have several by name. Raises ValueError if there is none."""
+    tokenizer_config.json, where the one named "default" is taken if there are several. Raises
+    ValueError if there is none."""
     path = folder / "chat_template.jinja"
     template = read_json(folder, "tokenizer_config.json").get("chat_template")
     if path.exists():
@@ -812,8 +852,9 @@ def find_template(folder: Path) -> str:
         template = by_name.get("default")
     if not isinstance(template, str):
         raise ValueError(
-            f"--chat: the tokenizer {folder} has no chat template: neither chat_template.jinja, nor "
-            "chat_template in tokenizer_config.json. Put one there, such as that of its chat model"
+            f"--chat: the tokenizer {folder} has no chat template: neither chat_template.jinja, "
+            "nor chat_template in tokenizer_config.json. Put one there, such as that of the "
+            "model's chat version"
         )
     return template
 
@@ -821,13 +862,13 @@ def find_template(folder: Path) -> str:
 # ---------------------------------------------------------------------------- encoding
 
 
-# A document's text, or a part of it, and whether the document begins and ends with it. There may be
-# millions, so this is a plain tuple.
+# The text of a document or of a part of it; whether the document begins with this text; whether it
+# ends with this text. There may be millions of them, so this is a plain tuple, which is fast.
 TextPart = tuple[str, bool, bool]
 
 
 class Encoder:
-    """Turns batches into ids. Every worker has one."""
+    """Turns batches into ids. Every worker process has its own Encoder."""
 
     def __init__(self, settings: Settings):
         self.settings = settings
@@ -836,8 +877,8 @@ class Encoder:
         self.conversations = Conversations(settings, self.tokenizer) if settings.chat else None
 
     def encode(self, chunks: list[Chunk]) -> tuple[bytes, bytes, int]:
-        """Return the ids of a batch, its mask (empty without --chat), and the number of documents
-        that end in it. Raises ValueError that names the file and the line."""
+        """Return the ids of a batch as bytes, its mask as bytes (empty without --chat), and the
+        number of documents that end in it. Raises ValueError, which names the file if it can."""
         ids = [np.zeros(0, dtype=int)]
         mask = [np.zeros(0, dtype=np.uint8)]
         documents = 0
@@ -855,8 +896,9 @@ class Encoder:
         return ids.tobytes(), np.concatenate(mask).tobytes(), documents
 
     def groups(self, chunks: list[Chunk]) -> Iterator[list[TextPart]]:
-        """Yield the texts of a batch in groups of at most DOCUMENT_BYTES characters, or of one
-        text: the library needs a hundred times that much memory."""
+        """Yield the texts of a batch in groups, because the tokenizers library needs more than a
+        hundred bytes of memory per character of a group. A group has at most DOCUMENT_BYTES
+        characters, or only one text."""
         group, size = [], 0
         for chunk in chunks:
             for part in self.texts(chunk):
@@ -869,19 +911,22 @@ class Encoder:
             yield group
 
     def texts(self, chunk: Chunk) -> Iterator[TextPart]:
-        """Yield the texts of a chunk. Raises ValueError."""
+        """Yield the texts of a chunk: its part of a plain text, or one text per line of JSON.
+        Raises ValueError."""
         if self.settings.sources[chunk.start.source].kind == "text":
             yield self.decode(chunk), chunk.first, chunk.last
             return
         name = self.settings.text_field
         for text in self.each_record(chunk, lambda record: record_text(record, name)):
-            if len(text) * 4 <= DOCUMENT_BYTES:  # it is short enough in any encoding
+            if len(text) * 4 <= DOCUMENT_BYTES:  # UTF-8 has at most 4 bytes per character
                 yield text, True, True
             else:
                 yield from text_parts(text)
 
     def encode_texts(self, group: list[TextPart]) -> np.ndarray:
-        """Return the ids of texts (tokens,), with the tokens that begin and end a document."""
+        """Return the ids of texts, one text after the other, as (tokens,). Adds the tokens that
+        begin and end a document. Raises ValueError if a text spells the document token and the
+        tokenizer does not treat it as text."""
         texts = [text for text, _, _ in group]
         encodings = self.tokenizer.encode_batch_fast(texts, add_special_tokens=False)
         bos, end = self.settings.bos, self.settings.end
@@ -910,12 +955,12 @@ class Encoder:
             raise not_utf8(path, e, chunk.start.position + e.start) from e
 
     def each_record(self, chunk: Chunk, act: Callable) -> Iterator:
-        """Yield act(record) for each line of JSON. Blank lines are left out. Raises ValueError that
-        names the file and the line."""
+        """Yield act(record) for each line of JSON that is not blank. Raises ValueError, which names
+        the file and the line or row."""
         source = self.settings.sources[chunk.start.source]
         text = self.decode(chunk)
         if source.kind == "lines" and chunk.start.position == 0:
-            text = text.removeprefix("\ufeff")  # some programs begin a file with this sign
+            text = text.removeprefix("\ufeff")  # the byte order mark
         for number, line in enumerate(text.split("\n"), chunk.start.line + 1):
             if not line or line.isspace():
                 continue
@@ -927,7 +972,7 @@ class Encoder:
 
 
 def parse_record(line: str) -> dict:
-    """Return the object of a line of JSON. Raises ValueError."""
+    """Return the JSON object on a line. Raises ValueError if there is none."""
     try:
         record = json.loads(line)
     except (ValueError, RecursionError) as e:
@@ -938,13 +983,13 @@ def parse_record(line: str) -> dict:
 
 
 def record_text(record: dict, name: str) -> str:
-    """Return the text of a record. Raises ValueError if it has none."""
+    """Return the text in the field `name` of a record. Raises ValueError if it has none."""
     text = record.get(name)
     if isinstance(text, str):
         check_text(text)
         return text
     if name in record:
-        raise ValueError(f"its field {name} is no text, but {json.dumps(text)[:40]}")
+        raise ValueError(f"its field {name} is not text, but {json.dumps(text)[:40]}")
     raise ValueError(
         f"it has no field {name}. Its fields are {', '.join(record) or 'none'}: name one of them "
         "with --field"
@@ -952,8 +997,8 @@ def record_text(record: dict, name: str) -> str:
 
 
 def check_text(text: str) -> None:
-    """Raise ValueError if a text has a half of a surrogate pair, which JSON can spell, but UTF-8
-    cannot."""
+    """Raise ValueError if a text has half of a surrogate pair, such as \\ud83d. JSON can spell it,
+    but UTF-8 cannot."""
     try:
         text.encode()
     except UnicodeEncodeError as e:
@@ -964,7 +1009,7 @@ def check_text(text: str) -> None:
 
 
 def text_parts(text: str) -> Iterator[TextPart]:
-    """Yield a text in parts, cut as a text file is."""
+    """Yield a text in parts, which are cut like those of a text file: see cut_position."""
     content = text.encode()
     start = 0
     while start < len(content):
@@ -989,20 +1034,22 @@ GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
 class Conversations:
-    """Makes the text of conversations with the tokenizer's chat template, and says which of its
-    characters are the assistant's.
+    """Turns conversations into ids and a mask, with the tokenizer's chat template.
 
-    If the template marks them by {% generation %}, its marks count as they stand. Otherwise the
-    template is applied to the conversation's beginnings. For an assistant's message k:
+    The template makes one text of a conversation. Then each character of the text counts or does
+    not. It counts if the assistant wrote it. Some templates mark the assistant's text by
+    {% generation %}, and then exactly the marked characters count. Any other template is applied to
+    prefixes of the conversation. For the assistant's message k:
 
         prompt   messages before k, with the generation prompt    <|user|>hi<|/|>\\n<|assistant|>
-        upto     messages up to k                                 ... <|assistant|>oh you<|/|>\\n
+        upto     messages up to and including k                   ... <|assistant|>oh you<|/|>\\n
         counts   what `upto` has after `prompt`                   oh you<|/|>
 
-    What follows the last special token there is left out if it is white space, because the model
-    stops at that token. An empty message counts with its end of turn only. A token counts if one of
-    its characters does, but white space that a special token takes from the assistant does not make
-    that token count.
+    The model stops at the last special token of its turn, here <|/|>. So white space after it, here
+    \\n, does not count. Of an empty message only the token that ends its turn counts.
+
+    A token counts if one of its characters does. There is one exception: some special tokens take
+    in the white space beside them. This white space does not make such a token count.
     """
 
     def __init__(self, settings: Settings, tokenizer):
@@ -1010,17 +1057,19 @@ class Conversations:
 
         self.settings = settings
         self.tokenizer = tokenizer
-        self.tokenizer.post_processor = None  # it may take spaces out of a token's offsets
+        # A post-processor may leave spaces out of a token's offsets
+        self.tokenizer.post_processor = None
         self.render_template = render_jinja_template
         added = tokenizer.get_added_tokens_decoder().values()
         special = sorted((t for t in added if t.special), key=lambda t: -len(t.content))
         nothing = "(?!)"  # matches nowhere, if there are no special tokens
         names = [re.escape(token.content) for token in special]
         self.special = re.compile("|".join(names) or nothing)
-        # Some tokens take the white space beside them, which may be the assistant's
+        # The ids of the tokens that take in the white space beside them
         self.taking_spaces = {
             i for i, t in tokenizer.get_added_tokens_decoder().items() if t.lstrip or t.rstrip
         }
+        # Like self.special, but with this white space. Its group makes split() keep the tokens
         for i, token in enumerate(special):
             before, after = (r"\s*" if takes else "" for takes in (token.lstrip, token.rstrip))
             names[i] = before + names[i] + after
@@ -1029,11 +1078,12 @@ class Conversations:
     # ---- the text of a conversation
 
     def render(self, messages: list, tools: list | None, prompt=False, marks=False):
-        """Return the template's text, and the spans that it marks if `marks`. prompt: end with the
-        generation prompt. Raises ValueError if the template raises an error.
+        """Return the text that the template makes of messages, and the spans that it marks.
 
-        transformers runs the template in jinja2's sandbox, because templates come from other
-        people.
+        prompt: end the text with the generation prompt. marks: return the spans that the template
+        marks by {% generation %}; without this flag the list of spans is empty. transformers runs
+        the template in jinja2's sandbox, because templates come from other people. Raises
+        ValueError if the template raises an error.
         """
         try:
             texts, spans = self.render_template(
@@ -1052,29 +1102,30 @@ class Conversations:
         return texts[0], spans[0] if spans else []
 
     def text(self, record: dict) -> tuple[str, np.ndarray, str]:
-        """Return the text of a conversation, for each of its characters whether it counts, and the
-        mark of protect(). Raises ValueError."""
+        """Return the text of a conversation, a 1 or 0 per character that says whether it counts,
+        and the breaker of protect(). Raises ValueError."""
         check_text(json.dumps(record, ensure_ascii=False))
         record = without_nulls(record)
         messages, tools = read_messages(record), record.get("tools")
         if not isinstance(tools, list | None):
-            raise ValueError("its field tools is no list")
-        mark = ""
+            raise ValueError("its field tools is not a list")
+        breaker = ""
         if not self.settings.special_tokens:
-            mark, messages, tools = self.protect(messages, tools or None)
+            breaker, messages, tools = self.protect(messages, tools or None)
 
         if GENERATION.search(self.settings.template):
             text, spans = self.render(messages, tools, marks=True)
         else:
-            text, spans = self.spans_of_beginnings(messages, tools)
+            text, spans = self.spans_of_prefixes(messages, tools)
         counts = np.zeros(len(text), dtype=np.uint8)
         for start, end in spans:
             counts[start:end] = 1
-        return text, counts, mark
+        return text, counts, breaker
 
-    def spans_of_beginnings(self, messages: list, tools: list | None) -> tuple[str, list]:
-        """Return the text of a conversation, and the spans of the assistant's messages in it. Raises
-        ValueError if the text does not begin as that of a shorter conversation."""
+    def spans_of_prefixes(self, messages: list, tools: list | None) -> tuple[str, list]:
+        """Return the text of a conversation, and the spans of the assistant's messages in it.
+        Raises ValueError if the text of a prefix of the conversation is not a prefix of the
+        text."""
         whole, _ = self.render(messages, tools)
         spans = []
         for k, message in enumerate(messages):
@@ -1099,16 +1150,20 @@ class Conversations:
     # ---- text that spells a special token
 
     def protect(self, messages: list, tools: list | None) -> tuple:
-        """Break up special tokens that messages spell, so that they stay text: put a sign that
-        occurs nowhere else after their first character. encode() takes it out again. Return the
-        sign, or an empty text if there was nothing to do, and the new messages and tools."""
+        """Break up special tokens that messages spell, so that the tokenizer does not see them.
+
+        Puts a character, the breaker, after the first character of each: <|end|> becomes <X|end|>
+        if X is the breaker. The breaker occurs neither in the conversation nor in the template.
+        split() removes it. Returns the breaker, and the new messages and tools. The breaker is
+        empty if no message spells a special token.
+        """
         content = json.dumps([messages, tools], ensure_ascii=False)
-        signs = map(chr, range(0xE000, 0xF8FF))  # Unicode leaves these to private use
-        mark = next(s for s in signs if s not in content and s not in self.settings.template)
+        private = map(chr, range(0xE000, 0xF8FF))  # Unicode leaves these to private use
+        breaker = next(c for c in private if c not in content and c not in self.settings.template)
 
         def change(value):
             if isinstance(value, str):
-                return self.special.sub(lambda match: f"{match[0][0]}{mark}{match[0][1:]}", value)
+                return self.special.sub(lambda match: match[0][0] + breaker + match[0][1:], value)
             if isinstance(value, list):
                 return [change(item) for item in value]
             if isinstance(value, dict):
@@ -1118,22 +1173,22 @@ class Conversations:
         changed = change(messages), change(tools)
         if changed == (messages, tools):
             return "", messages, tools
-        return mark, *changed
+        return breaker, *changed
 
     # ---- ids and mask
 
     def encode(self, record: dict) -> tuple[np.ndarray, np.ndarray]:
         """Return the ids of a conversation and its mask, both (tokens,). Raises ValueError, also if
-        the document token occurs within the conversation."""
-        whole, whole_counts, mark = self.text(record)
-        parts = self.split(whole, whole_counts, mark) if mark else [(whole, whole_counts)]
+        the document token occurs before the end of the conversation."""
+        whole, whole_counts, breaker = self.text(record)
+        parts = self.split(whole, whole_counts, breaker) if breaker else [(whole, whole_counts)]
         ids, mask = [], []
         for text, counts in parts:
-            if isinstance(text, int):
+            if isinstance(text, int):  # the id of a special token
                 ids.append(text)
                 mask.append(counts.any())
             else:
-                self.tokenizer.encode_special_tokens = bool(mark)
+                self.tokenizer.encode_special_tokens = bool(breaker)
                 encoding = self.tokenizer.encode(text, add_special_tokens=False)
                 spans = [
                     without_spaces(text, *span) if token in self.taking_spaces else span
@@ -1147,20 +1202,24 @@ class Conversations:
         if end in ids[:-1]:
             token = self.tokenizer.id_to_token(end)
             raise ValueError(
-                f"the end token {end} ({token}) also occurs within the "
+                f"the document token {end} ({token}) also occurs within the "
                 "conversation, where it would end the document. Name another one with "
                 f"--document-token ID: {self.settings.other_ends}"
             )
+        # A template may write the document token itself. It may then count, as an end of turn
         if end >= 0 and ids[-1:] != [end]:
             ids.append(end)
             mask.append(0)
         return np.array(ids, dtype=int), np.array(mask, dtype=np.uint8)
 
-    def split(self, text: str, counts: np.ndarray, mark: str) -> list[tuple]:
-        """Cut a text at its special tokens. Return pairs: the id of such a token, or a text without
-        marks, and which of its characters count. Raises ValueError if the tokenizer does not treat
-        these parts as it treats the whole."""
-        parts, with_marks = [], []
+    def split(self, text: str, counts: np.ndarray, breaker: str) -> list[tuple]:
+        """Cut a text at its special tokens, and remove the breakers.
+
+        Returns a pair per part: the id of a special token, or the text between two of them, and
+        which of its characters count. Raises ValueError if the ids of the parts, before breakers
+        are removed, are not the ids of the whole text. Then this tokenizer's texts cannot be cut.
+        """
+        parts, ids_of_parts = [], []
         position = 0
         for piece in self.splitter.split(text):
             piece_counts = counts[position : position + len(piece)]
@@ -1169,13 +1228,13 @@ class Conversations:
             if piece and self.splitter.fullmatch(piece):
                 start, end = without_spaces(piece, 0, len(piece))
                 parts.append((token, piece_counts[start:end]))
-                with_marks.append(token)
+                ids_of_parts.append(token)
             elif piece:
-                keep = np.array([sign != mark for sign in piece])
-                parts.append((piece.replace(mark, ""), piece_counts[keep]))
-                with_marks += self.tokenizer.encode(piece, add_special_tokens=False).ids
+                keep = np.array([character != breaker for character in piece])
+                parts.append((piece.replace(breaker, ""), piece_counts[keep]))
+                ids_of_parts += self.tokenizer.encode(piece, add_special_tokens=False).ids
         whole = self.tokenizer.encode(text, add_special_tokens=False).ids
-        if with_marks != whole:
+        if ids_of_parts != whole:
             raise ValueError(
                 "a message spells a special token, and this tokenizer cannot "
                 "treat it as text. Change the message, or pass --special-tokens"
@@ -1184,7 +1243,8 @@ class Conversations:
 
 
 def without_spaces(text: str, start: int, end: int) -> tuple[int, int]:
-    """Return where text[start:end] begins and ends without the white space around it."""
+    """Return where text[start:end] begins and ends without the white space around it. A span of
+    only white space stays as it is."""
     content = text[start:end]
     if not content.strip():
         return start, end
@@ -1192,12 +1252,17 @@ def without_spaces(text: str, start: int, end: int) -> tuple[int, int]:
 
 
 def token_counts(offsets: list[tuple[int, int]], counts: np.ndarray) -> np.ndarray:
-    """Return for each token whether one of its characters counts. offsets: the first character of
-    each token, and the one after its last. counts: (characters,), 0 or 1."""
+    """Return 1 for each token that has a character that counts, else 0. offsets: per token, the
+    index of its first character and of the one after its last. counts: (characters,), 0 or 1.
+
+    For example, counts 0 0 1 1 and offsets (0, 2) and (2, 4) give 0 1.
+    """
     if not offsets:
         return np.zeros(0, dtype=np.uint8)
     starts, ends = np.array(offsets).T
-    ends = np.maximum(ends, starts + 1)  # a token may have no character of its own
+    ends = np.maximum(ends, starts + 1)  # an empty span stands for the character at it
+    # before[i]: how many of the first i characters count. The last entry is for an empty span at
+    # the end of the text, where no character counts
     before = np.concatenate([[0], np.cumsum(counts, dtype=int), [0]])
     before[-1] = before[-2]
     limit = len(before) - 1
@@ -1205,8 +1270,11 @@ def token_counts(offsets: list[tuple[int, int]], counts: np.ndarray) -> np.ndarr
 
 
 def without_nulls(value):
-    """Return JSON without the entries of objects that are null, except for a message's content.
-    Tables have all entries in each row, and templates ask whether a message has `tool_calls`."""
+    """Return a JSON value whose objects have no null entries, except for "content".
+
+    In a table each row has an entry for each key, and it is null where JSON Lines would leave the
+    key out. But templates ask whether a message has the key tool_calls.
+    """
     if isinstance(value, list):
         return [without_nulls(item) for item in value]
     if isinstance(value, dict):
@@ -1219,8 +1287,11 @@ def without_nulls(value):
 
 
 def read_messages(record: dict) -> list[dict]:
-    """Return a conversation's messages as {"role": ..., "content": ...}. Other entries of a message
-    stay as they are. Raises ValueError."""
+    """Return a conversation's messages, each with at least "role" and "content" or "tool_calls".
+
+    Other entries of a message stay as they are. But of ShareGPT's messages only "from" and "value"
+    are kept, as role and content. Raises ValueError.
+    """
     name = next((name for name in CHAT_FIELDS[:2] if record.get(name)), None)
     if name is None:
         raise ValueError(
@@ -1229,7 +1300,7 @@ def read_messages(record: dict) -> list[dict]:
         )
     messages = record[name]
     if not (isinstance(messages, list) and all(isinstance(m, dict) for m in messages)):
-        raise ValueError(f'{name} is no list of {{"role": ..., "content": ...}}')
+        raise ValueError(f'its field {name} is not a list of {{"role": ..., "content": ...}}')
     if "from" in messages[0]:
         messages = [
             {"role": SHAREGPT_ROLES.get(m.get("from")), "content": m.get("value")} for m in messages
@@ -1255,13 +1326,13 @@ def read_messages(record: dict) -> list[dict]:
 
 # ---------------------------------------------------------------------------- workers
 
-ENCODER: Encoder | None = None  # of this worker process
+ENCODER: Encoder | None = None  # the Encoder of this worker process
 
 
 def start_worker(settings: Settings) -> None:
-    """Prepare a worker process. It ends when its parent does, even if that was killed."""
+    """Prepare a worker process. It ends when the main process ends, even if that was killed."""
     global ENCODER
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends the workers
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # on Ctrl-C the main process ends the workers
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the workers share the cores
 
     def end_with_parent():
@@ -1277,21 +1348,23 @@ def encode_in_worker(chunks: list[Chunk]) -> tuple[bytes, bytes, int]:
 
 
 def encoded(batches: Iterable[list[Chunk]], settings: Settings, workers: int) -> Iterator[tuple]:
-    """Yield each batch with its ids, mask and number of documents, in order. Raises what the reader
-    or a worker raises, whichever comes first in the order of the inputs."""
+    """Yield pairs in the order of the inputs: a batch, and what Encoder.encode returns for it.
+
+    Raises an error of the reader or of a worker: the one whose batch is first in the inputs.
+    """
     if workers == 1:
         encoder = Encoder(settings)
         for batch in batches:
             yield batch, encoder.encode(batch)
         return
 
-    # A fork of a process with threads may hang, so workers are forks of a fresh process, which
-    # imports this program once
+    # A fork of a process with threads may hang. So workers are forks of a server process without
+    # threads, which imports this program once
     context = multiprocessing.get_context("forkserver")
     pool = ProcessPoolExecutor(workers, context, start_worker, (settings,))
-    waiting = collections.deque()
-    in_flight = 0  # bytes
-    failure = None
+    waiting = collections.deque()  # (batch, its bytes, future), oldest first
+    in_flight = 0  # bytes of the batches that wait
+    failure = None  # the reader's error, which is raised after the batches before it
     try:
         batches = iter(batches)
         while True:
@@ -1329,11 +1402,11 @@ def encoded(batches: Iterable[list[Chunk]], settings: Settings, workers: int) ->
 
 @dataclass
 class Progress:
-    """How far a command is. It is kept in OUT.partial/progress.json."""
+    """How far a command is: the content of OUT.partial/progress.json."""
 
-    job: str  # a checksum of everything that decides the bytes of the files
-    cursor: list[int] = field(default_factory=lambda: list(Cursor()))
-    tokens: int = 0
+    job: str  # the checksum of job_key()
+    cursor: list[int] = field(default_factory=lambda: list(Cursor()))  # where the next batch begins
+    tokens: int = 0  # written so far, with document tokens
     documents: int = 0
     labels: int = 0  # --chat: tokens that count as labels
     ids_crc32: int = 0
@@ -1341,8 +1414,8 @@ class Progress:
 
 
 def job_key(settings: Settings) -> str:
-    """Return a checksum of what decides the bytes of the files: flags, tokenizer, template and the
-    names, sizes and times of the inputs."""
+    """Return a checksum of all that decides the ids: flags, the tokenizer's content, the template,
+    and the names, sizes and times of the inputs. The tokenizer's folder may move."""
     tokenizer = load_tokenizer(Path(settings.tokenizer)).to_str()
     limits = DOCUMENT_BYTES, str(settings.dtype)
     flags = [value for value in astuple(settings) if value != settings.tokenizer]
@@ -1350,7 +1423,8 @@ def job_key(settings: Settings) -> str:
 
 
 def outputs_of(out: Path) -> dict[str, Path]:
-    """Return the paths that a command writes."""
+    """Return the paths that a command writes, for example of OUT a.bin: a.bin, a.bin.json, a.mask,
+    and the folder a.bin.partial."""
     return {
         "ids": out,
         "sidecar": Path(f"{out}.json"),
@@ -1360,11 +1434,13 @@ def outputs_of(out: Path) -> dict[str, Path]:
 
 
 def write(settings: Settings, out: Path, workers: int) -> Progress:
-    """Write OUT, its sidecar and its mask, from where an earlier command of the same kind has
-    ended. Return what was written.
+    """Write OUT, its sidecar OUT.json and its mask. Continue where the same command was
+    interrupted. Return the final progress, which counts tokens, documents and labels.
 
-    Raises ValueError if an input cannot be read; then nothing stays. Raises OSError if a file
-    cannot be written; then the same command can go on.
+    Raises ValueError if the content of an input is wrong; then OUT.partial is removed. Raises it
+    also if OUT exists, if another command writes OUT now, or if OUT.partial belongs to another
+    command; then nothing changes. Raises OSError if a file cannot be read or written; then the same
+    command can continue. A file with a wrong checksum raises OSError, too.
     """
     paths = outputs_of(out)
     for path in paths.values():
@@ -1397,7 +1473,7 @@ def write(settings: Settings, out: Path, workers: int) -> Progress:
                 )
             check_unchanged(settings.sources)
         except ValueError:
-            shutil.rmtree(paths["partial"])  # another input makes another file
+            shutil.rmtree(paths["partial"])  # a corrected input has another job_key
             raise
         finish(settings, paths)
     return progress
@@ -1411,8 +1487,8 @@ def check_unchanged(sources: list[Source]) -> None:
 
 
 def read_progress(paths: dict[str, Path], job: str) -> Progress:
-    """Return how far an earlier command was. Raises ValueError if it was another command, or if its
-    files are not what it wrote."""
+    """Return how far an earlier command was, or a new Progress if there was none. Raises ValueError
+    if it was another command, or if progress.json cannot be read."""
     partial = paths["partial"]
     path = own_or_absent(partial / "progress.json")
     if not path.exists():
@@ -1431,17 +1507,17 @@ def read_progress(paths: dict[str, Path], job: str) -> Progress:
 
 
 def part_widths(settings: Settings) -> dict[str, int]:
-    """Return the files in OUT.partial, and their bytes per token."""
+    """Return the names of the files in OUT.partial that grow, and their bytes per token."""
     return {"ids": settings.dtype.itemsize} | ({"mask": 1} if settings.chat else {})
 
 
 def check_parts(settings: Settings, paths: dict[str, Path], progress: Progress) -> None:
-    """Cut off what was written after the progress was noted. Raises OSError if what is left is not
-    what was written."""
+    """Cut off what was written after the progress was noted. Raises OSError if the rest does not
+    have the checksum in progress.json."""
     for name, width in part_widths(settings).items():
         path = own_or_absent(paths["partial"] / name)
         if progress.cursor[0] == len(settings.sources) and not path.exists():
-            path = paths[name]  # finish() has given the mask its name
+            path = paths[name]  # finish() has renamed the mask already
         path.touch()
         size = progress.tokens * width
         if checksum(path, size) != getattr(progress, f"{name}_crc32"):
@@ -1465,8 +1541,8 @@ def checksum(path: Path, size: int) -> int | None:
 
 
 def append(settings: Settings, partial: Path, progress: Progress, workers: int) -> None:
-    """Append the ids of all batches that are missing, and note the progress every few seconds.
-    Raises ValueError or OSError."""
+    """Append the ids of all batches from the progress on, and write progress.json every few
+    seconds. Raises ValueError or OSError."""
     from tqdm import tqdm
 
     with contextlib.ExitStack() as stack:
@@ -1474,7 +1550,7 @@ def append(settings: Settings, partial: Path, progress: Progress, workers: int) 
             name: stack.enter_context(open(partial / name, "ab")) for name in part_widths(settings)
         }
         sizes = [source.size for source in settings.sources]
-        before = [0, *itertools.accumulate(sizes)]
+        before = [0, *itertools.accumulate(sizes)]  # bytes of the sources before each one
         bar = stack.enter_context(
             tqdm(total=before[-1], unit="B", unit_scale=True, mininterval=2, desc="tokenise")
         )
@@ -1502,7 +1578,8 @@ def append(settings: Settings, partial: Path, progress: Progress, workers: int) 
 
 
 def commit(settings: Settings, partial: Path, progress: Progress, files: dict) -> None:
-    """Note the progress, after the ids up to there are on the disk."""
+    """Write progress.json, after the ids that it counts are on the disk. Raises ValueError if the
+    template writes the date and a new day has begun."""
     if settings.date and settings.date != time.strftime("%Y-%m-%d"):
         raise ValueError(
             "the chat template writes the date, and a new day has begun, so conversations would "
@@ -1516,8 +1593,8 @@ def commit(settings: Settings, partial: Path, progress: Progress, files: dict) -
 
 
 def finish(settings: Settings, paths: dict[str, Path]) -> None:
-    """Give the files their names. The ids come last, so that OUT is always complete. A command that
-    was killed between two of these steps goes on with the next one."""
+    """Give the files their final names. The ids come last, so OUT is always complete. If a command
+    is killed between two of these renames, the same command continues with the next one."""
     sidecar = {
         "token_bytes": settings.dtype.itemsize,
         "document_token": settings.end,
@@ -1545,8 +1622,8 @@ def make_settings(
     special_tokens: bool = False,
     chat: bool = False,
 ) -> Settings:
-    """Return the settings for flags and inputs, after all checks that need no data. Raises
-    ValueError."""
+    """Return the settings for flags and inputs. Raises ValueError for a wrong flag, tokenizer or
+    kind of input. It does not read the content of the inputs."""
     folder = Path(tokenizer_folder)
     if not folder.is_dir():
         raise ValueError(
@@ -1605,20 +1682,23 @@ def tokenise_data(
     vocab: int = 0,
     leave_out: Iterable[str | Path] = (),
 ) -> tuple[str, int]:
-    """Tokenise the plain text files of a source of train.py's --data into one .bin file in the
-    folder `cache`.
+    """Tokenise plain text for train.py --tokenizer. Write one .bin file into the folder `cache`.
 
-    Returns the path of the .bin file, and the id that ends each document. If the source has .bin
-    files already, returns its path and -1.
+    Returns the path of the .bin file, and the id that ends each document (-1: none). If `data` has
+    .bin files already, returns `data` itself and -1.
 
-    folder           the tokenizer's
-    document_token   --document-token: the id to write if the tokenizer has no end token; None: auto
+    data             one source of train.py's --data: a file, a folder, or "stdlib"
+    folder           the tokenizer's folder
+    document_token   train.py's --document-token; None: auto. If the tokenizer has an end token,
+                     that is written, and another id here is refused. If it has none, this id is
+                     written. -1 is never refused: the end token is written if there is one
     special_tokens   whether text that spells a special token becomes this token
     vocab            the number of ids that the model has; 0: not checked
-    leave_out        of data.find_files
+    leave_out        folders that data.find_files leaves out
 
     The name of the .bin file is a checksum of the tokenizer, these choices, and the files' names,
-    sizes and times, so a later call with the same ones finds it. Raises ValueError or OSError.
+    sizes and times. So a later call with the same arguments finds the file, and returns at once.
+    Raises ValueError or OSError.
     """
     files, val = find_files(data, leave_out)
     if any(file.suffix == ".bin" for file in files + val):
@@ -1642,7 +1722,8 @@ def tokenise_data(
         info = file.stat()
         sources.append(Source(str(file), "text", "", info.st_size, info.st_mtime_ns))
     settings = make_settings(sources, folder, document_token=-1, special_tokens=special_tokens)
-    settings = replace(settings, end=end)  # it may be an id that only the model has
+    # `end` may be an id that only the model has, which make_settings would refuse
+    settings = replace(settings, end=end)
     if vocab and settings.vocab > vocab:
         raise ValueError(
             f"--tokenizer {folder}: it has {settings.vocab} ids, but the model has only {vocab}. "
@@ -1668,51 +1749,54 @@ def usable_cores() -> int:
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=__doc__.split("\n")[0],
-        epilog="A command that was interrupted goes on where it was when it is started again.",
+        epilog="If a command was interrupted, start it again: it continues where it was.",
         allow_abbrev=False,
     )
     parser.add_argument(
         "inputs",
         nargs="+",
         metavar="INPUT",
-        help="Files and folders to read: plain text, JSON Lines, CSV (each also compressed with "
-        "gzip, bz2, xz or zstd), Parquet, Arrow, and folders that Hugging Face's datasets saved.",
+        help="Files and folders to read: plain text, JSON Lines, CSV, TSV (each also compressed "
+        "with gzip, bz2, xz or zstd), Parquet, Arrow, and folders that Hugging Face's datasets "
+        "saved.",
     )
     parser.add_argument(
         "--tokenizer",
         required=True,
         metavar="DIR",
-        help="Hugging Face folder with the tokenizer.json to use.",
+        help="Hugging Face folder whose tokenizer.json turns text into tokens.",
     )
     parser.add_argument(
         "--out",
         required=True,
         metavar="NAME.bin",
-        help="File to write. NAME.bin.json beside it says how to read it. Nothing is overwritten.",
+        help="File to write. It must not exist yet. NAME.bin.json beside it says how to read it.",
     )
     parser.add_argument(
         "--field",
         default="text",
-        help="Field of a JSON line, or column of a table, that holds the text (text).",
+        help="Field of a JSON line, or column of a table, that holds the text. (text)",
     )
     parser.add_argument(
         "--chat",
         action="store_true",
-        help="Each document is a conversation: a field messages with a list of role and content, "
-        "or ShareGPT's conversations with from and value. The tokenizer's chat template is "
-        "applied. NAME.mask says which tokens count as labels: only the assistant's.",
+        help="Each document is a conversation: its field messages is a list of objects with role "
+        "and content. Or its field conversations is a list with from and value (ShareGPT). The "
+        "tokenizer's chat template makes its text. NAME.mask says which tokens count as labels: "
+        "only the assistant's.",
     )
     parser.add_argument(
         "--bos",
         action="store_true",
-        help="Begin each document with the tokenizer's own first token.",
+        help="Begin each document with the tokens that the tokenizer puts before a text, else with "
+        "its bos_token.",
     )
     parser.add_argument(
         "--document-token",
         type=int,
         metavar="ID",
-        help="Id that ends each document. It is the tokenizer's end token unless this flag names "
-        "another one. -1: nothing ends a document.",
+        help="Id of the token that ends each document. The default is the tokenizer's end token. "
+        "-1: no token ends a document.",
     )
     parser.add_argument(
         "--special-tokens",
@@ -1724,19 +1808,19 @@ def make_parser() -> argparse.ArgumentParser:
         type=int,
         default=usable_cores(),
         metavar="N",
-        help="Number of processes that tokenise. The default is the number of cores. The files "
-        "are the same for any number.",
+        help="Number of processes that tokenise. The default is the number of cores that may be "
+        "used. The files are the same for any number.",
     )
     return parser
 
 
 def one_line(text: str) -> str:
-    """Return a message of a library on one line."""
+    """Return a message on one line. Messages of libraries may have several."""
     return " ".join(text.split())
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run a command. Return the exit status: 0, or 2 if something cannot be read or written."""
+    """Run a command. Return the exit status: 0, or 2 after an error, which is printed."""
     args = make_parser().parse_args(argv)
     out = Path(os.path.expanduser(args.out))
     try:
