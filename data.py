@@ -72,7 +72,8 @@ MIX_BLOCK = 1000  # samples per block of a mixture. All blocks have the same sha
 #
 # A folder that somebody else prepared may hold anything. Opening a FIFO blocks, reading a device
 # never ends, and a link may lead to a private file. These functions guard checkpoints, imports,
-# tokenizers, the files beside FILE.bin, and the files that a run writes. They allow:
+# tokenizers, the files beside FILE.bin, and the files that a run writes. A missing file is no error
+# here. Otherwise they allow:
 #
 #     regular          a regular file, or a link to one
 #     own_file         the same, if the file lies in the given folder
@@ -994,7 +995,7 @@ class Mixture:
         come before it in the block."""
         source = np.repeat(np.arange(len(self.shares)), self.shares)
         before = np.concatenate([np.arange(share) for share in self.shares])
-        # in the middle of each of shares[k] equal parts of the block lies a sample of source k
+        # a block is divided into shares[k] equal parts, with a sample of source k in each middle
         order = ((before + 0.5) / np.array(self.shares)[source]).argsort(kind="stable")
         return source[order], before[order]
 

@@ -791,7 +791,7 @@ def exchange(folder: Path, run: str) -> None:
 
 def delete_old(folder: Path, run: str) -> None:
     """Delete the previous export. Files that the newest export does not have, such as a user's
-    notes, are first moved into the newest export. Files of weights are not moved."""
+    notes, are first moved into the newest export. The previous weights are not moved."""
     old = old_folder(folder, run)
     if not old.exists():
         return

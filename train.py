@@ -525,7 +525,7 @@ def lay_out_schedule(cfg: Config, resumed: checkpoint.Checkpoint | None) -> dict
         resumed at   with --steps   the decay
         60           200            begins at step 180
         80           200            begins at step 180
-        90           200            began at step 80 and ends at step 100; then the rate is constant
+        90           200            began at step 80 and ends at step 100; then the rate stays
 
     Raises ValueError if warm-up and decay do not fit into the steps, or if --decay-steps changes
     after the decay has begun.
