@@ -584,7 +584,7 @@ def test_data_megatrons_files(code, dtype, tmp_path, monkeypatch):
     with raises(ValueError, match="ends with token 9, but at position 15 this token is inside"):
         opened()
     write_megatron(path, [*good, [3, 3]], code, dtype)
-    with raises(ValueError, match="but at position 16 this token does not end the document .* -1"):
+    with raises(ValueError, match="but at position 16 this token does not end the document, .* -1"):
         opened()
     data.check_tokens([data.open_corpus(str(path))[0]], 200, 0, 1, with_documents=False)
     write_megatron(path, [[1, 201]], code, dtype)
