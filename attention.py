@@ -104,7 +104,8 @@ from streams import CommStream, Transfer, wait
 
 
 class Rectangle(NamedTuple):
-    """A part of one sequence in a step of a ring: each of these queries attends to each key."""
+    """Queries and keys of one sequence in a step of a ring. Each of these queries attends to each
+    of these keys, so the kernel needs no mask."""
 
     queries: slice  # of the tokens that this ring rank holds; empty if there is nothing to compute
     keys: slice  # of the tokens of the ring rank whose keys have arrived
@@ -112,14 +113,14 @@ class Rectangle(NamedTuple):
 
 @dataclass(frozen=True)
 class Documents:
-    """Where documents lie in the tokens of a micro-batch that a ring rank holds: in all tokens of
-    its B sequences, if there is no ring.
+    """Where documents lie in a micro-batch of B sequences, among the tokens that a ring rank holds.
 
-    The sequences stand one after the other, as N = B*T/R tokens. Example: with N = 9 and bounds
-    (0, 4, 9), tokens 0 ... 3 are one document and tokens 4 ... 8 another one.
+    A ring has R ranks, and R = 1 means no ring. The rank's tokens of the sequences stand one after
+    the other, N = B*T/R in all. Example: with N = 9 and bounds (0, 4, 9), tokens 0 ... 3 are of one
+    document and tokens 4 ... 8 of another one.
     """
 
-    bounds: tuple[int, ...]  # each document's first token, and N at the end
+    bounds: tuple[int, ...]  # each document's first token on this rank, and N at the end
     offsets: Tensor  # the same numbers as int32 on the device, as kernels want them
     # for each step of a ring after the first: one Rectangle per sequence (ring_documents)
     rectangles: tuple[tuple[Rectangle, ...], ...] = ()
@@ -710,18 +711,20 @@ def sequence_positions(seq: int, sp: int, ring: int, rank: int) -> Tensor:
 
 
 def ring_documents(starts: Tensor, ring: int, rank: int) -> Documents:
-    """Return where documents lie in the tokens that a ring rank holds, and the rectangles of its
-    steps. The offsets are on the CPU.
+    """Return the Documents of a ring rank, with a rectangle per sequence for each step after the
+    first. The offsets are on the CPU.
 
     starts: (B, T), for each token the position in its sequence where its document begins. ring: R.
     rank: 0 ... R - 1, the number of the ring rank.
 
-    In a step after the first, all keys come before all queries, and they are of another rank's
-    tokens. A document that has keys and queries there has the last key and the first query. So at
-    most one document has both: its keys are the last ones, and its queries are the first ones.
+    In a step after the first, the keys are tokens of another rank, and all of them come before all
+    queries (step_slices). So at most one document of a sequence has both keys and queries in the
+    step: the document of the last key and the first query. Its keys are the last ones of the step,
+    and its queries are the first ones.
 
-    Example: T = 16, R = 2 and documents 0-2, 3-12, 13-15. Ring rank 1 holds 4-11, which are of the
-    second document. In step 1 it has the keys 0-3 of rank 0, and its rectangle is 4-11 x 3.
+    Example: T = 16, R = 2 and documents 0-2, 3-12, 13-15. Ring rank 1 holds the tokens 4-11, which
+    are all of the second document. In step 1 it gets the keys 0-3 of rank 0. Only key 3 is of the
+    second document, so the rectangle has the queries 4-11 and the key 3.
     """
     b, t = starts.shape
 
@@ -755,10 +758,10 @@ def ring_documents(starts: Tensor, ring: int, rank: int) -> Documents:
 
 
 def step_slices(step: int, rank: int, tokens: int) -> tuple[slice, slice]:
-    """Return the queries and the keys of a ring's step after the first, as slices of the tokens of
-    a ring rank. The docstring of Ring says why.
+    """Return which queries attend to which keys in a step of a ring after the first (see Ring).
 
-    rank: of the queries. tokens: T/R.
+    Both are slices of the `tokens` = T/R tokens of a ring rank. The queries are tokens of `rank`,
+    and the keys are tokens of the rank whose keys have arrived.
     """
     early, late, all_tokens = slice(0, tokens // 2), slice(tokens // 2, tokens), slice(0, tokens)
     if step <= rank:  # the keys of an earlier rank
@@ -779,7 +782,8 @@ def merge(o: Tensor, lse: Tensor, o_more: Tensor, lse_more: Tensor) -> None:
 
 
 merge_into = compiled(merge)
-merge_document = compiled(merge, dynamic=True)  # documents have any length: one kernel for all
+# documents have any length, and one compiled kernel serves all lengths
+merge_document = compiled(merge, dynamic=True)
 
 
 def select_tokens(sequences: slice, tokens: slice, *tensors: Tensor) -> list[Tensor]:
@@ -789,10 +793,11 @@ def select_tokens(sequences: slice, tokens: slice, *tensors: Tensor) -> list[Ten
 
 
 def rows_of(mask: Mask, lse: Tensor, *tensors: Tensor) -> list[Tensor]:
-    """Return views by sequence: lse (B, h, T/R), and tensors (B, T/R, h, D).
+    """Return lse as a view (B, h, T/R) and the tensors as views (B, T/R, h, D), with a row per
+    sequence.
 
-    With documents, lse is (h, B*T/R) and the tensors are (B*T/R, h, D); else they are views of this
-    shape already.
+    With documents, the arguments have the kernel's shapes: lse (h, B*T/R), tensors (B*T/R, h, D).
+    Without documents, they have the shapes of the result already. Call this only if R > 1.
     """
     if mask.documents is None:
         return [lse, *tensors]
@@ -838,11 +843,12 @@ class Ring:
     they have the dtype of dk, because a single part travels and nothing is added to it on the way.
 
     Documents. In the square, a rank's tokens of a document stand one after the other, in order. So
-    the kernel takes the documents of the square. Of a rectangle there remain the queries and keys
-    of at most one document per sequence, and again no mask is needed (ring_documents). Keys and
-    values travel all the same. Zigzag gives all ranks the same work if documents are as long as the
-    sequence. Otherwise each ring waits for its busiest rank. Query-key pairs of the busiest rank
-    over the mean (Documents.pairs), for documents of exponentially distributed lengths, R = 8:
+    the kernel can compute the square as it does without a ring, with the bounds of the documents. A
+    rectangle shrinks to the queries and keys of at most one document per sequence, and it still
+    needs no mask (ring_documents). All keys and values are sent nevertheless. Zigzag gives all
+    ranks the same work only if each document fills its sequence. Otherwise a ring waits for its
+    busiest rank. The table shows the query-key pairs of the busiest rank, divided by the mean of
+    all ranks (Documents.pairs). R is 8, and the lengths of documents are distributed exponentially:
 
         mean length    4 T     T       T/4     T/16    T/64    T/256
         busiest/mean   1.07    1.28    1.59    1.85    1.69    1.37
@@ -900,10 +906,10 @@ class Ring:
     ) -> Iterator[tuple[Tensor, list[tuple[slice, slice, slice]]]]:
         """Yield (kv, rectangles) for each step after the first.
 
-        kv: k and v (2, B, T/R, h, D) of another rank. rectangles: (sequences, queries, keys) as
-        slices. These sequences' queries, which are this rank's, attend to these keys, which are
-        tokens of kv. Without documents there is one rectangle of all sequences, with documents at
-        most one per sequence.
+        kv: k and v (2, B, T/R, h, D) of another rank. rectangles: (sequences, queries, keys), all
+        as slices: this rank's queries in these sequences attend to these keys of kv. Without
+        documents there is one rectangle for all sequences. With documents there is at most one per
+        sequence.
         kv_transfer: what `send_kv` has returned. The next step's transfer is launched before a step
         is yielded.
         """
@@ -1083,8 +1089,7 @@ def ring_errors(
     for ring_rank in (0, 1):
         own = sequence_positions(4 * part, 2, 2, ring_rank).to(device)
         other = sequence_positions(4 * part, 2, 2, 1 - ring_rank).to(device)
-        # the rectangle: positions of its queries and keys, and which of the rank's own queries
-        # these are
+        # the rectangle: as slices of the ranks' tokens, and as positions in the sequence
         own_queries, other_keys = step_slices(1, ring_rank, 2 * part)
         queries, keys = own[own_queries], other[other_keys]
 

@@ -162,8 +162,11 @@ class Checkpoint:
 
 
 def open_checkpoint(folder: Path) -> Checkpoint:
-    """Return the checkpoint in a folder. Raises ValueError if anything in it is not as it was
-    written, and PermissionError if this user may not read it. It does not compare the checksums of the large files, which check_files does."""
+    """Return the checkpoint in a folder.
+
+    Raises ValueError if anything in it is not as it was written, and PermissionError if this user
+    may not read it. It does not compare the checksums of the large files; check_files does that.
+    """
     try:
         text = regular(folder / "meta.json").read_text()
         body, _, crc32 = text.rpartition(',\n "crc32": ')
@@ -182,7 +185,7 @@ def open_checkpoint(folder: Path) -> Checkpoint:
                 raise ValueError(f"{name} has {size_now} bytes, not {size}")
             regular(folder / name)
         open_parts(saved)
-    except PermissionError as e:  # it may be whole: --resume auto must not pass it over
+    except PermissionError as e:  # it may be whole, so --resume auto must not skip it
         raise PermissionError(f"--resume: {e}") from e
     except Exception as e:  # a file that anybody has written may raise any exception
         raise ValueError(
@@ -455,7 +458,7 @@ class Saver:
     group: dist.ProcessGroup | None = None
     room: float | None = None  # bytes of host memory that the copies may take; None: no copies
     failed: str = ""  # why the last save failed, as a sentence; "" if it did not
-    seconds: float = 0.0  # how long the last save took
+    seconds: float = 0.0  # how long the last save took; with copies, only this rank's files
 
     def __post_init__(self):
         """Allocate the copies. Raises MemoryError if `room` is too small for them."""
@@ -496,9 +499,10 @@ class Saver:
         self.job.add_done_callback(lambda _: self.take_time())
         if self.room is None:
             self.finish()
-            self.take_time()  # with the files of the slowest rank
+            self.take_time()  # once more, because finish has waited for the slowest rank
 
     def take_time(self) -> None:
+        """Set the seconds of the last save to the time since it began."""
         self.seconds = time.perf_counter() - self.began
 
     def finish(self) -> None:
@@ -556,7 +560,8 @@ def find_checkpoint(out: Path, resume: str, passed_over: Sequence[Path] = ()) ->
         return None
     if resume not in ("auto", "latest"):
         return open_checkpoint(Path(resume))
-    if out.exists() and not os.access(out, os.R_OK | os.X_OK):  # steps_of would find nothing
+    # steps_of would find no checkpoints in a folder that this user may not read
+    if out.exists() and not os.access(out, os.R_OK | os.X_OK):
         raise may_not_read(out)
     for folder in reversed(steps_of(out)):
         if folder in passed_over:

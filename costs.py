@@ -1510,9 +1510,9 @@ def lost_seconds(
 def launch_seconds(est: Estimator, plan: Plan) -> tuple[float, float]:
     """Return the seconds that the host takes to launch a layer's forward and its backward.
 
-    Each chunk launches a layer's kernels. If attention runs in head groups or sends heads, each
-    group launches its all-to-alls and a kernel, too. Example: 8 groups of 3.7 ms are 30 ms, and
-    32 layers then take a second, however fast the GPU is.
+    The host launches a layer's kernels once per token chunk. If attention runs in head groups or
+    exchanges heads, it also launches each group's all-to-alls and kernel. Example: 8 groups of
+    3.7 ms each take 30 ms. Then 32 layers take about a second, however fast the GPU is.
     """
     several = plan.head_ranks * plan.head_groups > 1
     groups = plan.head_groups if several else 0
@@ -1590,8 +1590,8 @@ def exposed_messages(plan):
 def predict(plan: Plan, profile: Profile, kernel: str = "auto", processor: str = "") -> Plan:
     """Return the plan with its bytes and its seconds counted.
 
-    kernel: the attention kernel that runs. processor: the host's. The plan's `activations` are
-    taken as they are.
+    kernel: the attention kernel that runs. processor: the name of the host's processor. The plan's
+    `activations` are taken as they are.
     """
     est = Estimator(profile, kernel, processor)
     return replace(with_bytes(plan), seconds=step_seconds(est, plan))

@@ -9,8 +9,8 @@ by one token. (A model that predicts the next n tokens has windows of T + n toke
     window 1               4  5  6  7  8          inputs 4-7, labels 5-8
 
 Training draws each window once per epoch. The order of epoch e is a permutation that depends on
-(seed, e) only. So the number i of a sample, counted since step 0, decides which window it is, on
-any number of ranks. A resumed run needs only the number of samples that it has seen.
+(seed, e) only. So a sample's number i, counted since step 0, decides which window it is, whatever
+the number of ranks. A resumed run needs only the number of samples that it has seen.
 
     corpus, val_corpus = open_corpus("stdlib")
     train, val = split(corpus, val_corpus, seq=256, seed=0)
@@ -25,12 +25,13 @@ says what a .bin file holds:
     token_bytes      bytes per id, which are little endian and unsigned
     document_token   the id that ends each document; -1: none. Absent: --document-token says it
     ignore           an id that is never a label, such as padding
-    vocab            the number of ids that the tokenizer has which wrote the file
-    mask             a file with a byte per token. 1: it counts as a label. 0: it is never a label,
-                     such as the words of a user in a conversation; attention still sees it
+    vocab            the number of ids of the tokenizer that wrote the file
+    mask             a file with one byte per token. 1: the token counts as a label. 0: it is never
+                     a label, but attention still sees it. Example: a user's words in a conversation
 
-Only token_bytes is required. Megatron's FILE.idx says the width and the documents, too. Without
-either, a .bin file is read as 2-byte ids if these cannot be 4-byte ids, and is refused otherwise.
+Only token_bytes is required. Megatron's FILE.idx also says the width of the ids and where documents
+end. Without a sidecar and an index, a .bin file is read as 2-byte ids if it cannot hold 4-byte ids;
+otherwise it is refused (certain_width).
 
 A Mixture draws samples from several corpora by weight: --data a.bin:0.7,b.bin:0.3.
 
@@ -63,21 +64,28 @@ from typing import NamedTuple
 import numpy as np
 
 SCAN_TOKENS = 2**24  # tokens, or bytes of a text, that a check reads at a time
-MOST_IDS = 2**20  # no tokenizer has as many ids
-MIX_BLOCK = 1000  # samples of a mixture, of which each source has a fixed number
+MOST_IDS = 2**20  # every tokenizer has fewer ids
+MIX_BLOCK = 1000  # samples per block of a mixture. All blocks have the same shares of the sources
 
 
 # ---------------------------------------------------------------------------- opening files safely
 #
 # A folder that somebody else prepared may hold anything. Opening a FIFO blocks, reading a device
 # never ends, and a link may lead to a private file. These functions guard checkpoints, imports,
-# tokenizers, FILE.bin.json and the files that a run writes. Only the files of --data themselves may
-# be links. find_files takes those that lead to a regular file.
+# tokenizers, the files beside FILE.bin, and the files that a run writes. A missing file is no error
+# here. Otherwise they allow:
+#
+#     regular          a regular file, or a link to one
+#     own_file         the same, if the file lies in the given folder
+#     own_or_absent    a regular file, but no link, because the run writes to it
+#
+# The files of --data themselves may be links: find_files takes those that lead to a regular file.
 
 
 def regular(path: Path) -> Path:
-    """Return `path`, after a check that it may be read: it is a regular file, or does not exist.
-    Raises OSError if it is a FIFO, a device or a folder, or if this user may not read it."""
+    """Return `path`, after a check that it is a regular file or does not exist. It may be a link to
+    a regular file. Raises OSError if it is a FIFO, a device or a folder, or if this user may not
+    read it."""
     try:
         if path.exists():
             if not path.is_file():
@@ -89,8 +97,8 @@ def regular(path: Path) -> Path:
 
 
 def may_not_read(path: Path) -> PermissionError:
-    """Return the error for a file that exists and that this user may not read. Libraries would say
-    that it is missing or broken."""
+    """Return the error for a file that exists, but that this user may not read. Libraries would
+    call such a file missing or broken."""
     try:
         status = path.stat()
         who = f"it has mode {status.st_mode & 0o777:o}, and user {status.st_uid} owns it"
@@ -105,9 +113,9 @@ def may_not_read(path: Path) -> PermissionError:
 def own_file(path: Path, folder: Path) -> Path:
     """Return `path`, after a check that it is a regular file in `folder`.
 
-    Raises OSError if it is a link that leads out of the folder, because an export copies the files
-    of such folders, and would publish the file that the link leads to. One kind of link may lead
-    out of the folder. In a Hugging Face cache, the files of a snapshot are links to `blobs`:
+    Raises OSError if it is a link that leads out of the folder. An export copies files of such
+    folders, and would publish the file that the link leads to. There is one exception. In a Hugging
+    Face cache, the files of a snapshot are links to `blobs`, which lies outside of the snapshot:
 
         models--org--name/snapshots/REVISION/config.json -> ../../blobs/HASH
     """
@@ -128,8 +136,8 @@ def own_or_absent(path: Path) -> Path:
 
 
 def open_to_append(path: Path):
-    """Open a file in a run's own folder, to read it and to append to it. A missing file is made.
-    Raises OSError as own_or_absent does, even if a link appears after that check."""
+    """Open a file in a run's own folder to read it and to append to it. A missing file is created.
+    Raises OSError as own_or_absent does, also for a link that appears only after that check."""
 
     def without_links(name: str, flags: int) -> int:
         return os.open(name, flags | os.O_NOFOLLOW, 0o666)
@@ -138,8 +146,9 @@ def open_to_append(path: Path):
 
 
 def replace_file(path: Path, write: Callable[[Path], None]) -> None:
-    """Replace a file at once: write(new_path) writes a new file in a fresh folder, which then takes
-    the place of `path`. Readers see the old file or the new one, and no link is written through."""
+    """Replace a file in one step. write(new_path) writes the new file in a fresh folder, and then
+    the new file is renamed to `path`. So readers see either the old file or the whole new one. If
+    `path` is a link, the link is replaced, and not the file that it leads to."""
     folder = Path(tempfile.mkdtemp(dir=path.parent, prefix=".new-"))
     try:
         new = folder / path.name
@@ -163,7 +172,8 @@ def fresh_folder(path: Path) -> None:
 
 
 class Source(NamedTuple):
-    """A file or folder of --data, and how much of it is drawn, relative to the other sources."""
+    """A file or folder of --data, and its weight: how many samples come from it, relative to the
+    other sources."""
 
     path: str
     weight: float
@@ -172,9 +182,10 @@ class Source(NamedTuple):
 def parse_mixture(data: str) -> list[Source]:
     """Return the sources of --data: one, or several with weights as in "a.bin:0.7,b.bin:0.3".
 
-    If a file or folder has the whole name, it is one source, whatever commas and colons are in it.
-    Raises ValueError for a source that is missing or named twice, and for a weight that is missing
-    or no positive number.
+    If the whole text is the name of a file or folder, it is one source, even with commas and colons
+    in its name. A single name without commas and colons is not checked here: find_files does that.
+    Raises ValueError for a source that does not exist or is named twice, and for a weight that is
+    missing or not a positive number.
     """
 
     def exists(path: str) -> bool:
@@ -185,7 +196,7 @@ def parse_mixture(data: str) -> list[Source]:
 
     form = "Write --data PATH:WEIGHT,PATH:WEIGHT, such as a.bin:0.7,b.bin:0.3"
     sources = []
-    text = ""  # of the next source: a path may have commas, so it may be several pieces
+    text = ""  # the pieces of the next source so far: a path with commas has several
     for piece in data.split(","):
         text += piece
         path, _, weight = text.rpartition(":")
@@ -221,13 +232,16 @@ def is_positive(text: str) -> bool:
 
 
 def find_files(data: str, leave_out: Iterable[str | Path] = ()) -> tuple[list[Path], list[Path]]:
-    """Return the files of a source to train on, sorted, and a list with val.bin, or an empty one.
+    """Return the sorted files of a source to train on, and its files for validation: [val.bin] or
+    [].
 
-    data: a file, a folder, or "stdlib" for the sources of Python's standard library. leave_out:
-    folders that the run writes. No file in them is data of a folder, by whatever links it is found.
-    If a folder has .bin files, only these are taken. Hidden files and folders are left out. Linked
-    folders are followed. A file or folder that several links lead to is taken once. Raises
-    ValueError if there are no files, OSError if a folder cannot be read.
+    data: a file, a folder, or "stdlib" for the sources of Python's standard library.
+    leave_out: folders that the run writes. If `data` is a folder, no file in these folders is
+    taken, even if a link leads to it.
+
+    If a folder has .bin files, only these are taken. Hidden files and folders are left out. Links
+    to folders are followed. A file or folder that several links lead to is taken once. Raises
+    ValueError if there are no files, and OSError if a folder cannot be read.
     """
     root = Path(data)
     if data == "stdlib":
@@ -242,13 +256,13 @@ def find_files(data: str, leave_out: Iterable[str | Path] = ()) -> tuple[list[Pa
         raise ValueError(f"--data {data}: no such file or folder, or no files in it")
 
     val = [file for file in files if file == root / "val.bin"]
-    binary = [file for file in files if file.suffix == ".bin"]
-    train = [file for file in binary or files if file not in val]
-    return train, val
+    others = [file for file in files if file not in val]
+    binary = [file for file in others if file.suffix == ".bin"]
+    return binary or others, val
 
 
 def walk(root: Path, leave_out: list[Path]) -> list[Path]:
-    """Return the files below a folder, sorted. leave_out: resolved folders; see find_files."""
+    """Return the sorted files below a folder. leave_out: as in find_files, without links."""
 
     def is_left_out(real: Path) -> bool:
         return any(real.is_relative_to(folder) for folder in leave_out)
@@ -258,11 +272,12 @@ def walk(root: Path, leave_out: list[Path]) -> list[Path]:
 
     if is_left_out(root.resolve()):
         raise ValueError(
-            f"--data {root} lies in {leave_out[0]}, where the run writes its own files. Name "
-            "another --out or --export"
+            f"--data {root} lies in {' or '.join(map(str, leave_out))}, where the run writes its "
+            "own files. Name another --out or --export"
         )
 
-    found = {}  # by the real path, so that nothing is taken twice and links cannot go in a circle
+    # real paths, so that nothing is taken twice, and links cannot lead in a circle
+    found = {}  # real path of a file -> the path by which it was found
     folders = set()
     for name, subfolders, files in os.walk(root, onerror=fail, followlinks=True):
         folder, real_folder = Path(name), Path(name).resolve()
@@ -271,8 +286,9 @@ def walk(root: Path, leave_out: list[Path]) -> list[Path]:
             continue
         folders.add(real_folder)
         visible = [sub for sub in subfolders if not sub.startswith(".")]
+        # links come last, so that a file is found by its own path first
         subfolders[:] = sorted(visible, key=lambda sub: ((folder / sub).is_symlink(), sub))
-        # val.bin comes first, so that it is held out even if another name leads to it
+        # val.bin comes first, so that it is for validation even if a second name leads to it
         for file in sorted(files, key=lambda file: (file != "val.bin", file)):
             path = folder / file
             real = path.resolve() if path.is_symlink() else real_folder / file
@@ -319,7 +335,8 @@ FORMATS = {  # first bytes -> name, and whether prepare.py reads it
     b"%PDF-": ("PDF", False),
 }
 BZIP2 = re.compile(rb"BZh[1-9]1AY&SY")
-RECORD_ENDINGS = {  # of files whose text lies in fields
+# the endings of files whose text lies in the fields of records. prepare.py reads all of them
+RECORD_ENDINGS = {
     ".jsonl": "JSON Lines",
     ".ndjson": "JSON Lines",
     ".csv": "a table",
@@ -331,7 +348,7 @@ RECORD_ENDINGS = {  # of files whose text lies in fields
 
 def format_of(path: Path) -> tuple[str, bool]:
     """Return the format of a file that is not plain text, such as "gzip-compressed", and whether
-    prepare.py reads it. ("", False): no format is recognised. Raises OSError."""
+    prepare.py reads it. ("", False) means that no format is recognised. Raises OSError."""
     with open(path, "rb") as handle:
         start = handle.read(16)
         for magic, known in FORMATS.items():
@@ -341,7 +358,7 @@ def format_of(path: Path) -> tuple[str, bool]:
             return "bzip2-compressed", True
         if start.lstrip()[:1] == b"{":
             handle.seek(0)
-            # blank lines at the beginning do not matter; records may be long
+            # skip blank lines. A record may be very long, so a read of a line has a limit
             lines = filter(bytes.strip, iter(lambda: handle.readline(SCAN_TOKENS), b""))
             if is_json_object(next(lines, b"")) and is_json_object(next(lines, b"")):
                 return "JSON Lines", True
@@ -350,7 +367,7 @@ def format_of(path: Path) -> tuple[str, bool]:
 
 
 def is_json_object(line: bytes) -> bool:
-    """Return whether a line is a JSON object by itself."""
+    """Return whether a line is a whole JSON object."""
     try:
         return isinstance(json.loads(line), dict)
     except (ValueError, RecursionError):
@@ -358,7 +375,7 @@ def is_json_object(line: bytes) -> bool:
 
 
 def refuse_format(path: Path) -> None:
-    """Raise ValueError if a file has a format that is neither plain text nor token ids."""
+    """Raise ValueError if format_of recognises a file as something else than text or token ids."""
     name, prepared = format_of(path)
     if name == "a numpy array":
         raise ValueError(
@@ -380,12 +397,13 @@ def check_text(path: Path, vocab: int = 256) -> None:
     it."""
     refuse_format(path)
     decoder = codecs.getincrementaldecoder("utf-8")()
-    start = 0  # of the bytes that the decoder sees next
+    start = 0  # the position of the block's first byte in the file
     with open(path, "rb") as handle:
         while True:
             block = handle.read(SCAN_TOKENS)
             nul = block.find(b"\0")
-            kept = len(decoder.getstate()[0])  # bytes of a character that the last block began
+            # the decoder keeps the first bytes of a character that the previous block cut
+            kept = len(decoder.getstate()[0])
             try:
                 decoder.decode(block, final=not block)
             except UnicodeDecodeError as e:
@@ -423,16 +441,16 @@ class Window(NamedTuple):
 
 @dataclass(frozen=True)
 class TokenFile:
-    """A file of tokens, as describe() finds it. Its tokens are not kept in memory."""
+    """What describe() says about a file of tokens. The tokens are read when they are needed."""
 
     path: Path
     dtype: np.dtype  # of a token; uint8 for text
     count: int  # tokens
     document_token: int | None = None  # the id that ends each document; -1: none; None: not said
     ignored_id: int = -1  # an id that is never a label; -1: none
-    vocab: int = 0  # how many ids the tokenizer has that wrote the file; 0: not said
+    vocab: int = 0  # number of ids of the tokenizer that wrote the file; 0: not said
     mask: Path | None = None  # a file with one byte per token
-    index: Path | None = None  # Megatron's .idx, which says where documents end
+    index: Path | None = None  # Megatron's .idx, if document_token was found with it
 
     @property
     def is_text(self) -> bool:
@@ -452,7 +470,7 @@ class TokenFile:
         return self.read_array(self.mask, np.dtype("u1"), start, count)
 
     def read_array(self, path: Path, dtype: np.dtype, start: int, count: int) -> np.ndarray:
-        # not a memory map, because a signal kills the process if a mapped file becomes shorter
+        # no memory map: if a mapped file becomes shorter, reading it kills the process (SIGBUS)
         array = np.fromfile(path, dtype, count, offset=start * dtype.itemsize)
         if len(array) < count:
             raise OSError(
@@ -462,11 +480,11 @@ class TokenFile:
 
 
 def describe(path: Path, vocab: int = 0) -> TokenFile:
-    """Return what a file of --data holds. A .bin file holds ids, any other file text.
+    """Return what a file of --data holds. A .bin file holds ids. Any other file holds text.
 
-    vocab: the number of ids that the model has, or 0. Raises OSError if a file cannot be read, and
-    ValueError if the ids' width is not certain, or if files that belong together contradict each
-    other.
+    vocab: the number of ids that the model has, or 0 if it is not known. Raises OSError if a file
+    cannot be read. Raises ValueError if the width of the ids is not certain, or if FILE.bin and the
+    files beside it contradict each other.
     """
     try:
         with open(path, "rb") as handle:  # a file that cannot be read fails before any work
@@ -479,7 +497,7 @@ def describe(path: Path, vocab: int = 0) -> TokenFile:
     sidecar_path, index_path = Path(f"{path}.json"), path.with_suffix(".idx")
     sidecar = read_sidecar(sidecar_path)
     index = read_index(index_path)
-    widths = {}  # where the width stands -> type of an id
+    widths = {}  # file that tells the width -> dtype of an id
     if sidecar:
         widths[sidecar_path] = np.dtype(f"<u{sidecar['token_bytes']}")
     if index:
@@ -508,7 +526,7 @@ def describe(path: Path, vocab: int = 0) -> TokenFile:
     if sidecar.get("mask"):
         file = replace(file, mask=find_mask(path, sidecar["mask"], count))
     if index and file.document_token is None and len(index.ends):
-        # the last token of the first document. check_tokens asks whether it ends all documents
+        # The last token of the first document. check_tokens checks that it ends all documents
         last_token = int(file.read(index.ends[0], 1).tokens[0])
         file = replace(file, document_token=last_token, index=index_path)
     return file
@@ -559,19 +577,20 @@ class MegatronIndex(NamedTuple):
 
     dtype: np.dtype  # of an id
     tokens: int
-    ends: np.ndarray  # the place of each document's last token, ascending
+    ends: np.ndarray  # the position of each document's last token, ascending
 
 
-# Megatron's codes of types. Its ids are not negative: unsigned types of the same width read them,
-# and a negative one becomes too large for any vocabulary
+# Megatron's code -> dtype. Its types are signed, but ids are not negative, so unsigned types of the
+# same width read them, too. A negative 4-byte or 8-byte id becomes too large for any vocabulary
 MEGATRON_DTYPES = {1: "u1", 2: "u1", 3: "<u2", 4: "<u4", 5: "<u8", 8: "<u2"}
 
 
 def read_index(path: Path) -> MegatronIndex | None:
-    """Read Megatron-LM's FILE.idx; None if there is no such file. Raises ValueError if the file is
-    none of Megatron's, or is not whole.
+    """Read Megatron-LM's FILE.idx. Return None if there is no such file. Raises ValueError if the
+    file is not an index of Megatron's, or is cut off.
 
-    All numbers are little endian. A document has one or several sequences, one after the other:
+    A document has one or several sequences, which stand one after the other. The file has these
+    fields, and all numbers are little endian:
 
         bytes             content
         9                 "MMIDIDX", 0, 0
@@ -581,8 +600,8 @@ def read_index(path: Path) -> MegatronIndex | None:
         8                 D, the number of documents, plus 1
         S int32           tokens of each sequence
         S int64           first byte of each sequence in FILE.bin
-        D int64           0, and for each document the number of the sequence after it
-        (S int8           in multimodal files)
+        D int64           0, then for each document the number of the first sequence after it
+        (S int8           only in multimodal files; not read)
     """
     if not regular(path).exists():
         return None
@@ -616,23 +635,30 @@ def read_index(path: Path) -> MegatronIndex | None:
 
 
 def certain_width(path: Path, size: int, vocab: int) -> np.dtype:
-    """Return the type of the ids in a .bin file that nothing describes: uint16 if it is certain.
+    """Return the dtype of the ids in a .bin file without sidecar and index: uint16, if this is
+    certain.
 
-    size: of the file, in bytes. vocab: the number of ids that the model has, or 0. A file of 2-byte
-    ids, read as 4-byte ids, has numbers that no tokenizer has:
+    size: bytes of the file. vocab: the number of ids that the model has, or 0. If 2-byte ids are
+    read as 4-byte ids, some of the numbers are larger than any tokenizer's ids, such as the last
+    one here:
 
         bytes             0b 00 0c 00     1f 01 c2 05
         2-byte ids        11    12        287   1474
         4-byte ids        786443          96600351
 
-    A file of 4-byte ids, read as 2-byte ids, has small numbers at each second place. So ids are
-    certain to have 2 bytes in three cases: 4 does not divide the size, a 4-byte id is too large, or
-    all 2-byte ids are so small that 4-byte ids could not look like this. Only the first ids are
-    read. Raises ValueError if the width is not certain, or if the file holds no ids at all.
+    The ids certainly have 2 bytes in three cases:
+
+        - 4 does not divide the size of the file.
+        - A 4-byte id would be larger than any tokenizer's.
+        - All 2-byte ids are below 16, and some 4-byte id would be 65536 or more. Real 4-byte ids
+          would also have larger numbers in their lower halves.
+
+    Only about the first 32 MiB are read. Raises ValueError if the width is not certain, or if the
+    file is text or has another format than ids.
     """
     refuse_format(path)
-    limit = max(vocab, MOST_IDS)  # no 4-byte id reaches it
-    high_limit = limit >> 16  # nor does the upper half of one reach this, if it is not equal
+    limit = max(vocab, MOST_IDS)  # every 4-byte id is below it
+    high_limit = limit >> 16  # so the upper half of a 4-byte id is at most this
     largest = largest_low = largest_high = 0
     with open(path, "rb") as handle:
         block = handle.read(2**16)
@@ -656,8 +682,8 @@ def certain_width(path: Path, size: int, vocab: int) -> np.dtype:
         return np.dtype("<u2")
     raise ValueError(
         f"--data: {path} may hold {size // 2} ids of 2 bytes, or {size // 4} ids of 4 bytes, and "
-        f"nothing says which: read in the one way its ids go up to "
-        f"{max(largest_low, largest_high)}, and in the other way to {largest}. Write one line into "
+        f"nothing says which. As 2-byte ids they go up to {max(largest_low, largest_high)}, as "
+        f"4-byte ids up to {largest}. Write one line into "
         f'{path}.json: {{"token_bytes": 2}} or {{"token_bytes": 4}}'
     )
 
@@ -672,8 +698,8 @@ def is_utf8(start: bytes) -> bool:
 
 
 class Corpus:
-    """The tokens of one or many files as one long row. They are not kept in memory: each read()
-    reads the files."""
+    """The tokens of one or many files as one long row. They are not kept in memory: read() reads
+    them from the files."""
 
     def __init__(self, files: list[TokenFile]):
         self.files = files
@@ -700,19 +726,20 @@ def open_corpus(
     data: str, vocab: int = 0, leave_out: Iterable[str | Path] = ()
 ) -> tuple[Corpus, Corpus | None]:
     """Return the corpus of one source of --data, and the corpus of its val.bin, or None if it has
-    no val.bin. vocab: of describe. leave_out: of find_files. Raises OSError or ValueError."""
+    no val.bin. vocab: as in describe. leave_out: as in find_files. Raises OSError or ValueError."""
     train, val = find_files(data, leave_out)
     corpus = Corpus([describe(file, vocab) for file in train])
     return corpus, Corpus([describe(file, vocab) for file in val]) if val else None
 
 
 def choose_document_token(corpora: list[Corpus], flag: int | None) -> int:
-    """Return the id with which the documents of --data end; -1: none, so attention crosses them.
+    """Return the id with which the documents of --data end, or -1 if attention crosses documents.
 
-    flag: --document-token, or None if it is auto. It decides only if the files do not say it, or if
-    it is -1. Raises ValueError if it contradicts the files, or if files contradict each other.
+    flag: --document-token, or None if it is auto. -1 always counts. Another id counts if no file
+    says which token ends its documents. Raises ValueError if the flag contradicts a file, or if the
+    flag is auto and files contradict each other.
     """
-    # document token -> a file that says so
+    # document token -> a file that has it
     files = {file.document_token: file for corpus in corpora for file in corpus.files}
     if flag == -1:
         return -1
@@ -739,8 +766,8 @@ def choose_document_token(corpora: list[Corpus], flag: int | None) -> int:
 
 
 def check_apart(corpora: list[Corpus]) -> None:
-    """Raise ValueError if a file is in two sources. What one source holds out for validation, the
-    other one would train on."""
+    """Raise ValueError if two sources have the same file, because the run would train on one
+    source's validation data as a part of the other source."""
     found = {}  # real path -> the name by which it was found
     for file in [file for corpus in corpora for file in corpus.files]:
         first = found.setdefault(file.path.resolve(), file.path)
@@ -752,8 +779,8 @@ def check_apart(corpora: list[Corpus]) -> None:
 
 
 def check_same_ids(corpora: list[Corpus], vocab: int) -> None:
-    """Raise ValueError unless all files have ids of one tokenizer, which the model also has. vocab:
-    the number of the model's ids."""
+    """Raise ValueError if files say that their tokenizers differ, or if a tokenizer has more ids
+    than the model. vocab: the number of the model's ids."""
     files = [file for corpus in corpora for file in corpus.files]
     texts = [file for file in files if file.is_text]
     said = {file.vocab: file for file in files if file.vocab}
@@ -776,14 +803,16 @@ def check_same_ids(corpora: list[Corpus], vocab: int) -> None:
 def check_tokens(
     corpora: list[Corpus], vocab: int, rank: int, world: int, with_documents: bool = True
 ) -> None:
-    """Raise ValueError if a token has no row in the embedding, if a text is no text, if a mask has
-    other values than 0 and 1, or if Megatron's documents do not end with one token.
+    """Read all tokens. Raise ValueError if a token has no row in the embedding, if a text file is
+    not text, if a mask has other values than 0 and 1, or if the documents of a Megatron index do
+    not all end with the same token.
 
     with_documents: whether attention stays inside documents; otherwise their ends do not matter.
-    The ranks share the work: of `world` ranks, each reads every world-th text, or block of
-    SCAN_TOKENS ids.
+    The `world` ranks share the work. A piece of work is a whole text, or a block of SCAN_TOKENS
+    ids, and each rank takes every world-th piece. Files of ids for which nothing can be wrong are
+    not read.
     """
-    numbers = itertools.count()
+    numbers = itertools.count()  # of the pieces of work
     for file in [file for corpus in corpora for file in corpus.files]:
         if file.is_text:
             if next(numbers) % world == rank:
@@ -800,7 +829,10 @@ def check_tokens(
 
 
 def check_block(file: TokenFile, start: int, vocab: int, ends: np.ndarray | None) -> None:
-    """Do the work of check_tokens for SCAN_TOKENS ids of a file. ends: MegatronIndex.ends."""
+    """Do the work of check_tokens for the SCAN_TOKENS ids from `start` on.
+
+    ends: MegatronIndex.ends, or None if the ends of documents are not checked.
+    """
     count = min(SCAN_TOKENS, file.count - start)
     tokens = file.read_array(file.path, file.dtype, start, count)
     largest = tokens.argmax()
@@ -826,17 +858,18 @@ def check_block(file: TokenFile, start: int, vocab: int, ends: np.ndarray | None
         differing = np.setxor1d(found, ends[first:stop], assume_unique=True)
         if len(differing):
             at = differing[0]
-            where = "inside a document" if at in found else "not at the end of a document"
+            where = "is inside a document" if at in found else "does not end the document"
             raise ValueError(
                 f"--data: the first document of {file.path} ends with token {file.document_token}, "
-                f"but at token {at} it is {where}, as {file.index.name} says. So attention "
+                f"but at position {at} this token {where}, as {file.index.name} says. So attention "
                 "cannot stay inside documents: pass --document-token -1 to let it cross them"
             )
 
 
 def fingerprint(corpora: list[Corpus]) -> dict[str, int]:
-    """Return the number of data files, and a checksum of what describe() says about them. train.py
-    compares both between ranks, and with the checkpoint that a run resumes."""
+    """Return the number of data files, and a checksum of their names, dtypes, token counts, ignored
+    ids and masks' names. train.py compares both between ranks, and with the checkpoint that a run
+    resumes."""
     files = [
         (file.path.name, file.dtype.str, file.count, file.ignored_id, file.mask and file.mask.name)
         for corpus in corpora
@@ -852,17 +885,17 @@ def fingerprint(corpora: list[Corpus]) -> dict[str, int]:
 class Sequences:
     """The windows in one range of a corpus, for training or for validation.
 
-    A window has T + `ahead` tokens, of which the last `ahead` ones are labels only. If `ahead` > 1,
-    the last window of a corpus may have fewer tokens, but at least T + 1.
+    A window has T + `ahead` tokens. The last `ahead` tokens are labels only. If `ahead` > 1, the
+    last window of a corpus may have fewer tokens, but at least T + 1.
     """
 
     corpus: Corpus
     first: int  # the first token of the range
     count: int  # the number of windows in the range
     seq: int  # T
-    seed: int  # of the order of the windows
-    ahead: int = 1  # labels per token: 1 is the next token, n are the next n tokens
-    # epoch -> order of its windows. Only the last epoch is kept: a run needs one at a time
+    seed: int  # decides the order of the windows
+    ahead: int = 1  # labels per token. 1: the next token; n: the next n tokens
+    # epoch -> order of its windows. Only one epoch is kept, because a run needs one at a time
     orders: dict[int, np.ndarray] = field(default_factory=dict, compare=False, repr=False)
 
     def order(self, epoch: int) -> np.ndarray:
@@ -873,12 +906,13 @@ class Sequences:
         return self.orders[epoch]
 
     def window(self, i: int) -> Window:
-        """Return window i, T + ahead or fewer tokens, in the order of the corpus."""
+        """Return window i in the order of the corpus. It has T + ahead tokens or fewer."""
         start = self.first + i * self.seq
         return self.corpus.read(start, min(start + self.seq + self.ahead, len(self.corpus)))
 
     def sample(self, i: int) -> Window:
-        """Return sample i, counted since step 0: a window. Each epoch has each window once."""
+        """Return the window that is sample i, counted since step 0. Each epoch has each window
+        once, in an order of its own."""
         epoch, position = divmod(i, self.count)
         return self.window(self.order(epoch)[position])
 
@@ -890,7 +924,7 @@ def split(
 
     The validation sequences come from `val`. If it is None, they are the last twentieth of the
     corpus's windows, rounded down, but at least one window. Raises ValueError if there is too
-    little data for --seq; it says the longest --seq that fits.
+    little data for --seq. The message says the longest --seq that fits.
     """
     if val is None:
         longest = (len(corpus) - 1) // 2  # one window for training, one for validation
@@ -915,9 +949,11 @@ def split(
 
 
 def block_shares(sources: list[Source]) -> list[int]:
-    """Return how many of MIX_BLOCK samples each source gets: its weight's part, rounded so that
-    they sum up to MIX_BLOCK (the largest remainders are rounded up). Raises ValueError if a source
-    gets none."""
+    """Return how many of MIX_BLOCK samples each source gets.
+
+    The shares are proportional to the weights, and are rounded so that their sum is MIX_BLOCK: the
+    largest remainders are rounded up. Raises ValueError if a source gets no samples.
+    """
     total = math.fsum(source.weight for source in sources)
     quotas = [MIX_BLOCK * (source.weight / total) for source in sources]
     shares = [math.floor(quota) for quota in quotas]
@@ -937,17 +973,17 @@ def block_shares(sources: list[Source]) -> list[int]:
 class Mixture:
     """The sequences of one or several sources, mixed by weight.
 
-    Of each MIX_BLOCK samples, source k has shares[k], spread evenly. Which source sample i is from,
-    and which of this source's samples it is, depends on i and the shares only. Example, with blocks
+    Each block of MIX_BLOCK samples has shares[k] samples of source k, spread evenly. Sample i of
+    the mixture is sample j of source k. Only i and the shares decide k and j. Example, with blocks
     of 4 samples and the shares 3 and 1:
 
-        i         0  1  2  3    4  5  6  7
-        source    0  0  1  0    0  0  1  0
-        sample    0  1  0  2    3  4  1  5
+        i    0  1  2  3    4  5  6  7
+        k    0  0  1  0    0  0  1  0
+        j    0  1  0  2    3  4  1  5
 
-    Each source has its own epochs: one that ends begins again, in a new order. If a resumed run has
-    other weights, each source goes on where a run with these weights would be: some of its samples
-    are skipped or drawn again.
+    Each source has its own epochs: after its last window it begins again, in a new order. If the
+    weights change on resume, each source continues where a run that always had the new weights
+    would be. So some of its samples are skipped or drawn again.
     """
 
     sources: tuple[Sequences, ...]
@@ -955,22 +991,22 @@ class Mixture:
 
     @functools.cached_property
     def block(self) -> tuple[np.ndarray, np.ndarray]:
-        """Which source each sample of a block is from, and how many samples of this source come
-        before it in the block."""
+        """For each sample of a block: its source, and the number of samples of this source that
+        come before it in the block."""
         source = np.repeat(np.arange(len(self.shares)), self.shares)
         before = np.concatenate([np.arange(share) for share in self.shares])
-        # source k's samples stand in the middles of shares[k] equal parts of the block
+        # a block is divided into shares[k] equal parts, with a sample of source k in each middle
         order = ((before + 0.5) / np.array(self.shares)[source]).argsort(kind="stable")
         return source[order], before[order]
 
     @property
     def count(self) -> int:
-        """How many samples it takes until each window of each source has been drawn."""
+        """About how many samples it takes until each window of each source has been drawn."""
         counts = zip(self.sources, self.shares)
         return max(math.ceil(source.count * sum(self.shares) / share) for source, share in counts)
 
     def place(self, i: int) -> tuple[int, int]:
-        """Return the source of sample i, and which of the source's samples it is."""
+        """Return (k, j): sample i of the mixture is sample j of source k."""
         source, before = self.block
         number, position = divmod(i, len(source))
         k = int(source[position])
@@ -982,11 +1018,12 @@ class Mixture:
         return self.sources[k].sample(number)
 
     def window(self, i: int) -> Window:
-        """Return window i, where the sources' windows keep their order. For validation."""
+        """Return validation window i. Sources alternate as in sample(), but each source's windows
+        keep the order of its corpus."""
         k, number = self.place(i)
         return self.sources[k].window(number % self.sources[k].count)
 
     def epochs(self, samples: int) -> list[float]:
-        """Return how often each source's windows are drawn in so many samples."""
+        """Return how many epochs of each source so many samples of the mixture take."""
         drawn = [samples * share / sum(self.shares) for share in self.shares]
         return [count / source.count for count, source in zip(drawn, self.sources)]

@@ -108,7 +108,7 @@ REQUIRED_VALUES = {
     "mlp_bias": False,
     "quantization_config": None,
     "is_heterogeneous": False,
-    "transformers_weights": None,  # it names other files of weights than model.safetensors
+    "transformers_weights": None,  # it would name files of weights other than model.safetensors
 }
 
 # files of weights. If there are several, the index says which of them holds a tensor
@@ -140,8 +140,8 @@ def read_config(folder: str) -> tuple[ModelConfig, dict]:
         )
 
     try:
-        # before transformers reads it, which says neither that reading is denied, nor which
-        # architecture asks for code of its own
+        # Check the file before transformers reads it. transformers' errors do not say that this
+        # user may not read the file, or which architecture needs Python code from the folder
         check_family(json.loads(own_file(path, path.parent).read_text()).get("model_type"))
         config = AutoConfig.from_pretrained(
             path.parent, local_files_only=True, trust_remote_code=False
@@ -173,8 +173,8 @@ def _model_of(source: dict) -> ModelConfig:
     from transformers import AutoConfig
 
     config = AutoConfig.for_model(**copy.deepcopy(source))  # it changes the dicts in source
-    # transformers' models do this once more: original_max_position_embeddings may lie outside
-    # rope_parameters, and is found only then
+    # Models in transformers repeat this call. Only the second call finds an
+    # original_max_position_embeddings that lies outside of rope_parameters
     config.standardize_rope_params()
     check_family(config.model_type)
     for key, required in REQUIRED_VALUES.items():
@@ -198,7 +198,7 @@ def _model_of(source: dict) -> ModelConfig:
         )
 
     max_positions = config.max_position_embeddings
-    if kind == "yarn" and "factor" not in rope:  # as transformers has it for null
+    if kind == "yarn" and "factor" not in rope:  # it is null: transformers computes it like this
         rope["factor"] = max_positions / rope["original_max_position_embeddings"]
     missing = [key for key in ROPE_KEYS.get(kind, ()) if key not in rope]
     if missing:
@@ -267,7 +267,7 @@ def parts_of(cfg: ModelConfig) -> dict[str, dict[str, tuple]]:
 def open_tensors(folder: str) -> dict[str, object]:
     """Return {their name: a handle that reads the tensor when it is indexed}.
 
-    Exactly the files that transformers reads are opened, whatever else lies in the folder:
+    Only the files that transformers reads are opened, whatever else lies in the folder:
 
         model.safetensors                  the only file of weights, or
         model.safetensors.index.json       names the files: {"weight_map": {their name: file, ...}}
@@ -275,8 +275,8 @@ def open_tensors(folder: str) -> dict[str, object]:
     Example: a folder has the shards 1 to 5, and six older shards. The index names only the first
     five, so the older ones are not opened. The files may have any names.
 
-    Raises ValueError if there is neither file, if there are both and they contradict each other, or
-    if a file cannot be read or is not as the index says.
+    Raises ValueError if neither file exists, or if both exist and contradict each other. Also
+    raises it if a file of weights cannot be read or does not have the tensors that the index says.
     """
     root = Path(folder)
     if (root / INDEX).exists():
@@ -295,7 +295,8 @@ def open_tensors(folder: str) -> dict[str, object]:
         raise ValueError(no_weights(folder))
 
     stored, file_of = {}, {}  # by their name
-    for file in files:  # transformers reads them in this order, too: of two tensors the last counts
+    # the order is that of transformers: if two files have the same tensor, the later file's counts
+    for file in files:
         path = root / file
         if not path.exists():
             raise ValueError(f"--init hf:{folder}: {INDEX} names {file}, which is missing")
@@ -322,7 +323,7 @@ def open_tensors(folder: str) -> dict[str, object]:
             )
 
     if "model.embed_tokens.weight" not in stored and "embed_tokens.weight" in stored:
-        # a base model, whose names lack the prefix. A head, if there is one, never has it
+        # this is a base model, whose names lack the prefix "model.". A head never has this prefix
         stored = {
             part if part.startswith("lm_head.") else f"model.{part}": tensor
             for part, tensor in stored.items()
@@ -642,8 +643,8 @@ def write_small(folder: Path, model: LLaMA, config) -> None:
 
 
 def write_config(folder: Path, config) -> None:
-    """Write config.json, with the rotary base and scaling in the keys that transformers 4 reads,
-    too. transformers 5 has only rope_parameters, and would write only these."""
+    """Write config.json. transformers 5 writes the rotary base and scaling only as rope_parameters.
+    So this also adds the keys that transformers 4 reads."""
     config.save_pretrained(folder)
     path = folder / "config.json"
     settings = json.loads(path.read_text())
@@ -664,51 +665,54 @@ def companion_files(folders: list[Path]) -> list[Path]:
     for folder in folders:
         for file in sorted(folder.glob("*")):
             if re.fullmatch(COMPANION_FILES, file.name) and not file.is_dir():
-                open(own_file(file, folder), "rb").close()  # so that it fails before the training
+                # open it now, because train.py also calls this before the training
+                open(own_file(file, folder), "rb").close()
                 found[file.name] = file
     return [*found.values()]
 
 
 # ---------------------------------------------------------------------------- files of an export
 #
-# An export never writes into its folder. It fills a fresh folder beside it, and exchanges the two:
+# An export of a run never writes its files directly into the folder DIR of --export. It fills a new
+# folder beside DIR, and then exchanges the two folders:
 #
-#     DIR.RUN.partial    the new export while it is written; its index comes last
-#     DIR                the newest whole export
-#     DIR.RUN.old        the export before, from the exchange on until it is deleted
+#     DIR.RUN.partial    the new export while it is written. Its index is written last
+#     DIR                the newest complete export
+#     DIR.RUN.old        the export before the newest one, until it is deleted after the exchange
 #
-# RUN is a number of the run (run_number). So two runs that export to the same folder do not write
-# into each other's files, and the index of an export says which run wrote it.
+# RUN is a number that is made from --out (run_number). So two runs that export to the same folder
+# do not write into each other's files. The index of an export says which run wrote it.
 
 
 def run_number(out: Path) -> str:
-    """Return a number of 8 hex digits that is the same for all commands with this --out. It is a
-    checksum, because an export should not publish the path."""
+    """Return 8 hex digits that identify --out: all commands with the same --out have the same ones.
+    They are a checksum of the path, because an export should not publish the path itself."""
     return f"{zlib.crc32(str(out.resolve()).encode()):08x}"
 
 
 def partial_folder(folder: Path, run: str) -> Path:
-    """Return where an export of `folder` is written."""
+    """Return the folder in which the next export of `folder` is written."""
     folder = folder.resolve()  # a link to the folder stays a link
     return folder.with_name(f"{folder.name}.{run}.partial")
 
 
 def old_folder(folder: Path, run: str) -> Path:
-    """Return where the export before the newest one is while they are exchanged."""
+    """Return the folder to which the previous export moves during an exchange."""
     folder = folder.resolve()
     return folder.with_name(f"{folder.name}.{run}.old")
 
 
 def exported_step(folder: Path, run: str) -> int | None:
     """Return the step of the export that a run has written to a folder. Return None if the folder
-    is empty or missing. Raises ValueError if it has other files."""
+    is empty or missing. Raises ValueError if it holds anything else, such as another run's export.
+    """
     if not folder.exists() or not any(folder.iterdir()):
         return None
     try:
         written = json.loads(own_file(folder / INDEX, folder).read_text())["metadata"]
         if written["run"] == run:
             return int(written["step"])
-    except Exception:  # any other files are in it
+    except Exception:  # there is no index, or it is not an index of an export
         pass
     raise ValueError(f"--export {folder} is not empty. Name another folder")
 
@@ -716,10 +720,13 @@ def exported_step(folder: Path, run: str) -> int | None:
 def check_export_folder(folder: Path, run: str, resumed_step: int | None) -> None:
     """Raise ValueError if an export would overwrite files in its folder.
 
-    A resumed run may replace the export that the same run has written up to the step that it
-    resumes. resumed_step: this step; None for a run that begins anew.
+    A resumed run may replace an export that the same run has written, if the export is not of a
+    later step than the one that the run resumes.
+
+    resumed_step: the step that the run resumes, or None for a run that begins anew.
     """
-    for place in (folder, old_folder(folder, run)):  # a kill may have left it as `old`
+    # a kill between the two renames of an exchange leaves the export in old_folder
+    for place in (folder, old_folder(folder, run)):
         step = exported_step(place, run)
         if step is None:
             continue
@@ -737,10 +744,10 @@ def check_export_folder(folder: Path, run: str, resumed_step: int | None) -> Non
 
 
 def finish_exchange(folder: Path, run: str) -> None:
-    """Finish the exchange that a kill has interrupted, and delete what a killed export left.
+    """Finish an exchange that a kill has interrupted, and delete what a killed export has left.
 
-    The newest whole export gets its name again. Raises OSError. Call this while no other process
-    with the same --out runs.
+    The newest complete export gets the name `folder` again. Raises OSError. Call this only while no
+    other process with the same --out runs.
     """
     partial, old = partial_folder(folder, run), old_folder(folder, run)
     if old.exists():
@@ -752,25 +759,25 @@ def finish_exchange(folder: Path, run: str) -> None:
 
 
 def exchange(folder: Path, run: str) -> None:
-    """Put the whole export in `partial` in place of the folder's files. Raises OSError.
+    """Let the complete export in partial_folder take the place of `folder`. Raises OSError.
 
     Nobody ever sees half an export in `folder`. There are two cases:
 
         folder is empty or missing    the folder appears with all of its files at once
-        folder has an older export    it is renamed to `old`, then `partial` to `folder`, then `old`
-                                      is deleted. Between the two renames nothing is at `folder`
+        folder has an older export    folder is renamed to `old`, then `partial` to folder. Then
+                                      `old` is deleted. Between the renames, folder does not exist
 
-    A process that is killed between the renames leaves two whole exports, `old` and `partial`. The
-    next run with the same --out and --export finishes the exchange (finish_exchange).
+    A process that is killed between the renames leaves two complete exports, `old` and `partial`.
+    The next run with the same --out and --export finishes the exchange (finish_exchange).
 
-    A reader who opens a file during the exchange may have to open it again. If it opens several
-    files, the first may be of the old export and the next of the new one. The step in the index's
-    metadata tells: read it before and after.
+    A program that opens a file of `folder` during the exchange may fail, and must try again. If it
+    opens several files, some may be of the old export and some of the new one. To find out, it can
+    read the step in the index's metadata before and after: the step must be the same.
     """
     target, old = folder.resolve(), old_folder(folder, run)
-    exported_step(target, run)  # raises if another program has put files there
+    exported_step(target, run)  # raises ValueError if anybody else has put files there
     if target.exists() and any(target.iterdir()):
-        delete_old(folder, run)  # left over if it could not be deleted before
+        delete_old(folder, run)  # it still exists if an earlier exchange could not delete it
         target.rename(old)
     try:
         partial_folder(folder, run).rename(target)
@@ -783,8 +790,8 @@ def exchange(folder: Path, run: str) -> None:
 
 
 def delete_old(folder: Path, run: str) -> None:
-    """Delete the export before the newest one. A file that the newest one does not have, such as
-    notes of a user, is moved there. Weights are not moved."""
+    """Delete the previous export. Files that the newest export does not have, such as a user's
+    notes, are first moved into the newest export. The previous weights are not moved."""
     old = old_folder(folder, run)
     if not old.exists():
         return
@@ -808,19 +815,19 @@ def export(
 ) -> None:
     """Write a model as a Hugging Face folder and print its family. A collective of all ranks.
 
-    folder              the folder that gets the files. An earlier export of the run is replaced
+    folder              the folder for the files. An earlier export of the same run is replaced
     full_param          function: our name -> the full tensor. All ranks call it together
     dtype               dtype of the stored weights
     source              the import's config.json, from read_config; {} for a model from scratch
     companion_folders   folders whose tokenizer and license files are copied
     group               ranks.patient_group(), because rank 0 may write longer than --timeout
 
-    run, step           the number of the run (run_number), and the steps done. The index says both
+    run, step           the run's run_number, and the steps done. The index records both
 
-    The files are written to a fresh folder, which takes the place of `folder` when it is complete
-    (exchange). So there must be room for two exports. If writing fails, the earlier export stays.
-    Raises ValueError if the model cannot be exported, and ConfigError (also a ValueError) on all
-    ranks if rank 0 cannot write a file.
+    The files are written to a new folder, which takes the place of `folder` when it is complete
+    (exchange). So the disk must have room for two exports. If writing fails, the earlier export
+    stays. Raises ValueError if the model cannot be exported. Raises ConfigError, which is also a
+    ValueError, on all ranks if rank 0 cannot write a file.
     """
     partial = partial_folder(folder, run)
 
@@ -842,7 +849,7 @@ def export(
 
     def begin():
         fresh_folder(partial)
-        if folder.exists():  # the new folder gets its rights
+        if folder.exists():  # the new folder gets the permissions of the old one
             shutil.copymode(folder, partial)
 
     def finish():
@@ -880,5 +887,5 @@ def export(
             weight_map |= dict.fromkeys(tensors, file)
         on_rank_0(finish, group=group)
     except ConfigError:
-        on_rank_0(shutil.rmtree, partial, True, group=group)  # give the disk its room back
+        on_rank_0(shutil.rmtree, partial, True, group=group)  # to free the disk
         raise

@@ -124,7 +124,7 @@ class Machine:
         return replace(profile, memory=self.memory_rate(profile))
 
     def synchronize(self):
-        """Wait until the GPU has done all work."""
+        """Wait until the GPU has finished all of its work."""
         if self.gpu:
             torch.cuda.synchronize()
 
@@ -258,7 +258,7 @@ class Machine:
         return on_gpu.nbytes / self.time(lambda: on_host.copy_(on_gpu, non_blocking=True))
 
     def launch_seconds(self):
-        """Return the seconds that the host takes to launch kernels, by hardware.LAUNCHES.
+        """Return the seconds that the host takes to launch kernels: {name in LAUNCHES: seconds}.
 
         On a CPU, the seconds of an operator include its launch, so launches count as nothing.
         """
@@ -295,9 +295,10 @@ class Machine:
         """Return the seconds that the host takes to launch one head group of attention, in forward
         and in backward.
 
-        A group launches its all-to-alls among the GPUs of the node, and its kernel. The sequence is
-        so short that the GPU waits for the host. A call has 2 or 8 groups, and the 6 groups more
-        tell the seconds of one. The slowest rank's seconds count.
+        For each group, the host launches the all-to-alls among the GPUs of the node, and the kernel
+        of attention. The sequence is so short that the GPU waits for the host. Attention is timed
+        with 2 and with 8 groups. The difference, divided by 6, is the time of one group. The
+        slowest rank's time counts.
         """
         groups = Groups()
         exchange = make_exchange(groups, self.per_node, CommStream(self.device), self.per_node)
@@ -316,7 +317,7 @@ class Machine:
             start = time.perf_counter()
             o, lse = op.forward(q, k, v)
             forward = time.perf_counter() - start
-            self.synchronize()  # a pass begins with no work in the queue
+            self.synchronize()  # so that backward begins with an empty queue, too
             start = time.perf_counter()
             op.backward(lambda: (do, []), q, k, v, o, lse)
             moments.append([forward, time.perf_counter() - start])

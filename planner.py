@@ -150,11 +150,11 @@ def flag_name(field_name: str) -> str:
 
 
 def home_path(text):
-    """Return a path in which ~ or ~USER at the beginning is that home.
+    """Return a flag's text with ~ and ~USER replaced by the home folder at the beginning of a path.
 
-    Shells do this only at the beginning of a word, and so not in --out=~/run and hf:~/model, nor
-    for the second path of a.txt,~/b.txt. A text that is no path stays as it is. Raises
-    ArgumentTypeError if there is no such home.
+    Shells replace them only at the beginning of a word. So they leave --out=~/run, hf:~/model and
+    the second path of a.txt,~/b.txt as they are. A text that is not a path is returned unchanged.
+    Raises ArgumentTypeError if there is no such home folder.
     """
     parts = re.split("(^hf:|,(?=~))", text)
     for i, part in enumerate(parts):
@@ -162,18 +162,19 @@ def home_path(text):
             parts[i] = os.path.expanduser(part)
         if parts[i].startswith("~"):
             raise argparse.ArgumentTypeError(
-                f"{text}: this machine does not say where the home {part.partition('/')[0]} is. "
+                f"{text}: this machine knows no home folder {part.partition('/')[0]}. "
                 f"Write the whole path, or ./{part} if that is the file's name"
             )
     return "".join(parts)
 
 
-home_path.__name__ = "str"  # so --help says it
+home_path.__name__ = "str"  # --help and argparse's errors show this name as the type of a flag
 
 
 def flag_type(f):
     """Return the function that converts a flag's text to its value. If the field may be None, the
-    text `auto` means None. Any text may be a path, so all texts go through home_path."""
+    text `auto` means None. Every flag of type str goes through home_path, because it may be a path.
+    """
     value_type, *optional = typing.get_args(f.type) or [f.type]
     value_type = {int: size, str: home_path}.get(value_type, value_type)
 
@@ -263,7 +264,8 @@ class Constraints:
     document_token: Count = flag(
         None, "Id of the token that ends a document. Attention stays inside documents, and the "
         "token after a document's end is no label. -1: attention crosses documents. auto: the "
-        "token with which --tokenizer ends texts, or which the .bin files name, else -1.",
+        "token with which --tokenizer ends texts, or the one that the .bin files name. If there is "
+        "neither, -1.",
         -1, 2**32)
     attention: str = flag("auto", "Attention kernel: auto, fa4, cudnn, flash or cpu.")
     dtype: str = flag("bf16", "Dtype of parameters and activations.", among=DTYPES)

@@ -375,7 +375,7 @@ def decompressed(source: Source) -> Iterator[tuple[BinaryIO, BinaryIO]]:
         except ValueError:
             raise
         except Exception as e:  # each library raises its own errors
-            if not source.compression:
+            if not source.compression or getattr(e, "errno", None):  # then it is the disk's fault
                 raise
             raise ValueError(
                 f"{source.path} is damaged or cut short, so it cannot be decompressed: {e}"
@@ -572,7 +572,8 @@ def csv_rows(source: Source, first: int, fields: list[str]) -> Iterator[tuple[li
             columns = next(reader, [])
             (name,) = chosen_columns(source.path, columns, fields)
             column = columns.index(name)
-            rows = itertools.islice(reader, first, None)
+            lines = filter(None, reader)  # a blank line is no row
+            rows = itertools.islice(lines, first, None)
             while records := list(itertools.islice(rows, TABLE_ROWS)):
                 for record in records:
                     if len(record) != len(columns):
@@ -1512,7 +1513,7 @@ def part_widths(settings: Settings) -> dict[str, int]:
 
 
 def check_parts(settings: Settings, paths: dict[str, Path], progress: Progress) -> None:
-    """Cut off what was written after the progress was noted. Raises OSError if the rest does not
+    """Cut off what was written after the progress was noted. Raises ValueError if the rest does not
     have the checksum in progress.json."""
     for name, width in part_widths(settings).items():
         path = own_or_absent(paths["partial"] / name)
@@ -1521,7 +1522,7 @@ def check_parts(settings: Settings, paths: dict[str, Path], progress: Progress) 
         path.touch()
         size = progress.tokens * width
         if checksum(path, size) != getattr(progress, f"{name}_crc32"):
-            raise OSError(
+            raise ValueError(
                 f"{path} is not what was written there. Remove {paths['partial']} to begin again"
             )
         os.truncate(path, size)

@@ -50,8 +50,9 @@ SILENT_BEATS = 10
 
 # ---------------------------------------------------------------------------- start
 
-# Other launchers, and the variables in which they tell a process how many of it they have started.
-# Of srun's two, the first one counts if it is there: it belongs to the step, not to the whole job
+# Other launchers, and the variables in which they tell a process how many processes they have
+# started. The first variable that is set counts. srun's first one counts the tasks of the step, and
+# its second one the tasks of the whole job
 LAUNCHERS = {
     "srun": ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"),
     "mpirun": ("OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE", "PMI_SIZE"),
@@ -61,8 +62,8 @@ LAUNCHERS = {
 
 
 def check_launcher() -> None:
-    """Raise ConfigError if another launcher than torchrun has started several processes. They would
-    not know of each other, and each would train alone. Every process finds the same error."""
+    """Raise ConfigError if a launcher other than torchrun has started several processes. They would
+    not know of each other, and each would train alone. Every process raises the same error."""
     if "RANK" in os.environ:
         return
     for launcher, names in LAUNCHERS.items():
@@ -70,7 +71,7 @@ def check_launcher() -> None:
         count = os.environ.get(name or "", "")
         if count.isdecimal() and int(count) > 1:
             raise ConfigError(
-                f"{launcher} has started {count} tasks ({name}={count}), but no torchrun tells "
+                f"{launcher} runs {count} tasks ({name}={count}), but no torchrun tells "
                 "them their RANK, so each would train alone. Start one torchrun per node, which "
                 "starts a rank per GPU, as README's Slurm script does: #SBATCH --nodes 4 "
                 "--ntasks-per-node 1, and srun torchrun --nnodes 4 --nproc_per_node 8 "
@@ -118,15 +119,15 @@ def start_ranks(timeout: float) -> tuple[int, int, int]:
 
 
 def process_seconds() -> float:
-    """Return the seconds since this run's processes started. Below torchrun these are the seconds
-    since torchrun started, because ranks that it starts again are still in the same job."""
+    """Return the seconds since this process started. Under torchrun, return the seconds since
+    torchrun started, because the time of the job goes on when torchrun restarts the ranks."""
     pid = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else os.getpid()
     try:
         # the name of the program is in parentheses, and may have spaces; see proc(5)
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         ticks = int(fields[19])  # from the start of the machine to the start of the process
         return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
-    except (OSError, ValueError, IndexError):  # no /proc, or of another form
+    except (OSError, ValueError, IndexError):  # there is no /proc, or it has another form
         return time.monotonic() - IMPORTED_AT
 
 
@@ -134,18 +135,16 @@ IMPORTED_AT = time.monotonic()
 
 # ---------------------------------------------------------------------------- signals
 
-# Ctrl-C, kill and most schedulers, a closed terminal, and the warnings that a scheduler can be told
-# to send before its time limit
 STOP_SIGNALS = (
-    signal.SIGINT,
-    signal.SIGTERM,
-    signal.SIGHUP,
-    signal.SIGUSR1,
+    signal.SIGINT,  # Ctrl-C
+    signal.SIGTERM,  # kill, and most schedulers
+    signal.SIGHUP,  # a closed terminal
+    signal.SIGUSR1,  # a scheduler can be told to send one of these two before its time limit
     signal.SIGUSR2,
 )
-EXIT_SECONDS = 5.0  # for cleaning up, if a signal ends the start of a run
+EXIT_SECONDS = 5.0  # time for cleaning up if a signal comes before the training begins
 
-# signal -> its handler before stop_signals, while that is active
+# signal -> its handler from before stop_signals; empty when stop_signals is not active
 handlers_before = {}
 
 
@@ -154,34 +153,40 @@ class StopSignal:
 
     def __init__(self):
         self.number = 0  # of the signal; 0: none has come
-        self.lock = threading.Lock()  # so that not both of these become true:
-        self.training = False  # whether there may be something to save
-        self.ended = False  # whether a signal has ended the start of the run
-        self.over = False  # whether stop_signals has ended
+        self.lock = threading.Lock()  # so that `training` and `ended` never both become true
+        self.training = False  # whether the training has begun, so there may be something to save
+        self.ended = False  # whether a signal has ended the run before that
+        self.over = False  # whether the `with` block of stop_signals has ended
 
     def begin_training(self) -> None:
-        """Note that from here on there may be something to save."""
+        """Note that from here on there may be something to save. End the process if a signal has
+        come before."""
         with self.lock:
             self.training = not self.ended
         if self.ended:
             sys.exit(0)
 
     def handle(self, number: int, _) -> None:
-        """Note a signal. Before the training, end the process. Runs on the main thread, as soon as
-        this runs Python code."""
+        """Note a signal. Before the training, end the process. This is the signals' handler: Python
+        calls it on the main thread, as soon as that thread runs Python code again."""
         first = not self.number
         self.number = self.number or number
         if first and not self.training:
             sys.exit(0)
 
     def watch(self, pipe: int) -> None:
-        """Say that a signal has come, and end the process if the main thread cannot. Runs on a
-        thread of its own, because the main thread may wait for other ranks or for the GPU, and runs
-        no Python code until then. pipe: where the numbers of signals come from, and at last 0."""
+        """Say that a signal has come. Before the training, also end the process if the main thread
+        does not.
+
+        This runs on a thread of its own. While the main thread waits for other ranks or for the
+        GPU, it runs no Python code, and so no handler.
+
+        pipe: the file descriptor from which the signals' numbers are read. 0 ends the thread.
+        """
         said = False
         while number := os.read(pipe, 1)[0]:
             if number not in STOP_SIGNALS or said:
-                continue  # further signals change nothing: the save must not be lost
+                continue  # a second signal changes nothing, because the save must not be lost
             said = True
             name = signal.Signals(number).name
             with self.lock:
@@ -211,12 +216,12 @@ def stop_signals():
     """Let the STOP_SIGNALS ask this process to stop, while the `with` block runs. Yields the
     StopSignal.
 
-        before begin_training()  there is nothing to save: the process ends at once
-        after it                 StopSignal.number is the first signal. The run asks for it where
-                                 all ranks can stop together, and saves
+        before begin_training()  there is nothing to save, so the process ends at once
+        after it                 StopSignal.number is the first signal, or 0. The run looks at it
+                                 where all ranks can stop together, and then saves
 
-    A signal that is ignored already stays ignored, as SIGHUP is below nohup. Processes that this
-    one forks handle signals as before.
+    A signal that is already ignored stays ignored, such as SIGHUP under nohup. A process that this
+    one forks handles signals as if stop_signals was not active.
     """
     stop = StopSignal()
     read_end, write_end = os.pipe()
@@ -235,7 +240,7 @@ def stop_signals():
         signal.set_wakeup_fd(pipe_before)
         restore_handlers()
         os.write(write_end, b"\0")
-        thread.join()  # it has read all numbers
+        thread.join()  # only then may the pipe be closed
         os.close(write_end)
         os.close(read_end)
 

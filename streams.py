@@ -159,10 +159,11 @@ def host_budget(ranks: int, asked: int | None, root: Path = Path("/")) -> float:
     ranks: number of ranks on this node, which share its memory equally.
     asked: --host-memory, in bytes per node. None: seven eighths of what the node allows, which is
     the smallest of the machine's memory and the limits of this process's control groups.
-    root: where the files of /proc and /sys lie.
+    root: the folder in which proc and sys lie; tests have another one.
 
-    Memory that is in use already is not subtracted from a limit, because most of it is usually the
-    cache of files, which gives way. Raises ValueError if less is allowed than was asked for.
+    Memory that is already in use is not subtracted from a limit. Most of it is usually the cache of
+    files, which Linux frees when memory is needed. Raises ValueError if less is allowed than was
+    asked for.
     """
     limits = {"this machine": HOST_BYTES} | control_group_limits(root)
     smallest = min(limits, key=limits.get)
@@ -178,33 +179,33 @@ def host_budget(ranks: int, asked: int | None, root: Path = Path("/")) -> float:
     return asked / ranks
 
 
-# The files of a control group that limit memory, by the type of the file system in which they lie.
-# A group of version 2 that is above memory.high is not killed, but stands still, because pinned
-# memory cannot be reclaimed
+# File system of control groups -> the files of a group that limit memory. memory.high counts, too:
+# Linux does not kill a group above it, but slows it down until memory is reclaimed. Pinned memory
+# cannot be reclaimed, so the group would stand still
 LIMIT_FILES = {
     "cgroup2": ("memory.max", "memory.high"),
     "cgroup": ("memory.limit_in_bytes", "memory.stat"),
 }
-# Where these file systems are mounted if /proc/self/mountinfo does not say it: (type, which group
-# is mounted, where)
+# Where these file systems usually are mounted, in case /proc/self/mountinfo does not say it. Each
+# entry is like one of control_group_mounts
 USUAL_MOUNTS = [("cgroup2", "/", "/sys/fs/cgroup"), ("cgroup", "/", "/sys/fs/cgroup/memory")]
 
 
 def control_group_limits(root: Path = Path("/")) -> dict[str, int]:
-    """Return the memory limits in bytes of this process's control groups, by the limit's file.
+    """Return the memory limits of this process's control groups: {file of the limit: bytes}.
 
-    Linux limits the memory of a container, a service or a Slurm job by control groups. Groups are
-    folders, and a process is held to the limits of its group and of every group above it. They have
-    two versions, and a machine may have both (hybrid). /proc/self/cgroup names the process's group
-    in each, and /proc/self/mountinfo says where the folders are:
+    Linux limits the memory of a container, a service or a Slurm job by control groups. A group is a
+    folder. The limits of its group and of every group above it hold for a process. There are two
+    versions of control groups, and a machine may use both. /proc/self/cgroup names the process's
+    group in each version, and /proc/self/mountinfo says where the folders are:
 
         version   line of /proc/self/cgroup    mounted as               the limit is in
         1         9:memory:/slurm/job_7        cgroup, with "memory"    memory.limit_in_bytes
         2         0::/system.slice/job         cgroup2                  memory.max, memory.high
 
-    A container of version 1 sees its own group only. There memory.stat has the smallest limit of
-    the groups above, as hierarchical_memory_limit. "No limit" is the word max, or in version 1 a
-    number that is larger than any memory.
+    With version 1, a container sees only its own group. hierarchical_memory_limit in that group's
+    memory.stat is the smallest limit of the group and of all groups above it. "No limit" is the
+    word max, or in version 1 a number that is larger than any memory.
     """
     groups = {}  # type of the file system -> this process's group
     for line in read_lines(root / "proc/self/cgroup"):
@@ -221,7 +222,7 @@ def control_group_limits(root: Path = Path("/")) -> dict[str, int]:
             continue
         top = root / mount_point.lstrip("/")
         below = os.path.relpath(groups[kind], mounted_group)
-        # a container may name a group that it does not see: then the mounted one is its own
+        # In a container, the process's group may not be visible. Then the mounted group is its own
         names = () if below.startswith("..") else Path(below).parts
         for depth in range(len(names) + 1):
             folder = top.joinpath(*names[:depth])
@@ -234,8 +235,8 @@ def control_group_limits(root: Path = Path("/")) -> dict[str, int]:
 
 
 def control_group_mounts(root: Path) -> list[tuple[str, str, str]]:
-    """Return (type of the file system, the group that is mounted, where) of each mount of
-    /proc/self/mountinfo that may have limits of memory. A line of that file is, shortened:
+    """Return (type of the file system, mounted group, mount point) of each mount of control groups
+    that may limit memory, from /proc/self/mountinfo. Example of a line of that file, shortened:
 
         31 25 0:27 /docker/7f /sys/fs/cgroup/memory rw,nosuid shared:9 - cgroup cgroup rw,memory
     """
@@ -251,7 +252,7 @@ def control_group_mounts(root: Path) -> list[tuple[str, str, str]]:
 
 
 def unescaped(text: str) -> str:
-    r"""Return a path of mountinfo, where a space is written as \040."""
+    r"""Return a path of mountinfo as it is. The file writes a space as \040."""
     return re.sub(r"\\([0-7]{3})", lambda code: chr(int(code[1], 8)), text)
 
 
@@ -259,7 +260,7 @@ def read_lines(path: Path) -> list[str]:
     """Return the lines of a file; none if it cannot be read."""
     try:
         return path.read_text().splitlines()
-    except (OSError, ValueError):  # it is missing, it is not for us, or it is no text
+    except (OSError, ValueError):  # the file is missing, may not be read, or is not text
         return []
 
 

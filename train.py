@@ -31,10 +31,11 @@ per second (TGS), the seconds of the step, and the time left. OUT/log.jsonl has 
 more, one row per step.
 
 SIGTERM, SIGINT, SIGHUP, SIGUSR1 or SIGUSR2 lets the run finish its step and save (checkpoint.py),
-and so does --stop-after when time is short. An evaluation is left, and a start ends at once. A
-killed run loses only the steps since its last checkpoint: `--resume` continues from there, and
-under the same plan its losses are bit-equal. The exit status is 0 for a finished or stopped run, 1
-for a run that failed, and 2 for flags or files that are refused.
+and so does --stop-after when the time is nearly over. An evaluation is broken off. A run that has
+not begun to train ends at once. A killed run loses only the steps since its last checkpoint:
+`--resume` continues from there, and under the same plan its losses are bit-equal. The exit status
+is 0 for a finished or stopped run, 1 for a run that failed, and 2 for flags or files that are
+refused.
 
 The order of the file is the order of a command:
 
@@ -161,15 +162,16 @@ from tensor import TensorParallel, check_tensor_parallel, split_model
 EVAL_SEQUENCES = 64  # an evaluation runs at most this many sequences
 MAX_SKIPS = 5  # the run ends after this many non-finite steps in a row
 
-# How far the learning rate has fallen from --lr (0) to its minimum (1), by the fraction of the decay
-# that is done. wsd falls as 1 - sqrt, which Hägele et al. (arXiv 2405.18392) found better
-# than a line; in their runs a decay of 20 % of the steps, our auto, was as good as a cosine
+# --schedule -> function of the fraction of the decay that is done. It returns how far the learning
+# rate has fallen: 0 at --lr, 1 at its minimum. With wsd the rate falls as 1 - sqrt(fraction), which
+# Hägele et al. (arXiv 2405.18392) found better than a line. In their runs, a decay of 20 % of the
+# steps, our default, was as good as a cosine
 SCHEDULES = {
     "cosine": lambda done: 0.5 * (1 - math.cos(math.pi * done)),
     "constant": lambda done: 0.0,
     "wsd": math.sqrt,
 }
-DECAY_FRACTION = 0.2  # of the steps of --schedule wsd
+DECAY_FRACTION = 0.2  # --decay-steps auto: the decay of wsd as a fraction of the steps
 
 # ---------------------------------------------------------------------------- flags
 
@@ -217,8 +219,8 @@ class Config(Constraints):
         "cosine", "Learning rate after the warm-up. cosine: falls until the --steps of the first "
         "command; a resumed run with more steps stays at the final rate. constant: stays at --lr. "
         "wsd (warm-up, stable, decay): stays at --lr, and falls in the last --decay-steps. If a "
-        "run is resumed before the decay, the decay moves to the end of the new --steps; later, "
-        "it ends where it would have ended, and the run stays at the final rate.",
+        "run is resumed before the decay has begun, the decay moves to the end of the new --steps. "
+        "After that its end does not change, and further steps stay at the final rate.",
         among=tuple(SCHEDULES))
     decay_steps: float | None = flag(
         None, "Steps of the decay of --schedule wsd; below 1, a fraction of --steps. auto: 0.2.",
@@ -249,9 +251,9 @@ class Config(Constraints):
     dry_run: bool = flag(False, "Print the best plans with their memory, and end without training.")
     stop_after: str = flag(
         "", "Time after which the run has to be over, such as 3h55m, 90m, 1d2h or 45s, or a number "
-        "of seconds. It counts from the start of the process, below torchrun from torchrun's. The "
-        "run saves and ends before a step that might not fit any more. A resumed run does not "
-        "inherit it.")
+        "of seconds. It counts from the start of the process, or under torchrun from the start of "
+        "torchrun. The run saves and ends before a step that might not fit into the time. A "
+        "resumed run does not inherit this flag.")
     out: str = flag(
         "out", "Folder for checkpoints, log.jsonl and loss.png, which draws the loss by step and "
         "by position.", group="files and checkpoints")
@@ -271,8 +273,8 @@ class Config(Constraints):
     export: str = flag(
         "", "Folder for a Hugging Face checkpoint of the final weights in --dtype, with tokenizer "
         "and license. Its architecture is the imported model's, or Llama without an import. With "
-        "--save-every, each save also replaces the folder by one of the weights of that step. A "
-        "run that is stopped saves, and does not export.")
+        "--save-every, each save also replaces this folder by an export of the step's weights. A "
+        "run that is stopped saves, but does not export.")
     # fmt: on
 
     def __post_init__(self):
@@ -309,7 +311,7 @@ NOT_INHERITED = {"resume", "out", "export", "dry_run", "stop_after"}
 
 
 def duration(text: str) -> int:
-    """Return the seconds that --stop-after says: 3h55m is 14100. Raises ValueError."""
+    """Return the seconds of a --stop-after. Example: 3h55m is 14100. Raises ValueError."""
     in_units = re.fullmatch("([0-9]+d)?([0-9]+h)?([0-9]+m)?([0-9]+s)?", text)
     total = 0
     if re.fullmatch("[0-9]{1,12}", text):
@@ -499,8 +501,11 @@ def choose_model(cfg: Config, device: torch.device, resumed: checkpoint.Checkpoi
 
 
 def decay_length(decay_steps: float | None, steps: int) -> int:
-    """Return the steps of wsd's decay in a schedule of so many steps. decay_steps: --decay-steps,
-    a number of steps, or a fraction of them. A fraction gives at least one step."""
+    """Return the steps of wsd's decay in a schedule of `steps` steps.
+
+    decay_steps: --decay-steps, which is a number of steps, a fraction of `steps`, or None for auto.
+    A fraction gives at least one step.
+    """
     if decay_steps is None:
         decay_steps = DECAY_FRACTION
     if decay_steps < 1:
@@ -509,18 +514,21 @@ def decay_length(decay_steps: float | None, steps: int) -> int:
 
 
 def lay_out_schedule(cfg: Config, resumed: checkpoint.Checkpoint | None) -> dict[str, int]:
-    """Return the steps of the warm-up, and of the whole schedule, as meta.json records them.
+    """Return the steps of the warm-up and of the whole schedule, as meta.json records them.
 
-    A run's first command decides both, so that a resumed run with other --steps has no jump in its
-    learning rate. There is one exception: before the decay of wsd begins, the rate does not depend
-    on the end, so the end moves to the new --steps. Example: wsd, --steps 100 --decay-steps 20.
+    A run's first command decides both, so that other --steps on resume cause no jump in the
+    learning rate. There is one exception. Before the decay of wsd begins, the rate does not depend
+    on the end of the schedule. So the end moves to the new --steps, also if the run changes to wsd
+    from another schedule. A resumed command may also set another --warmup. Example: a run has
+    begun with --schedule wsd --steps 100 --decay-steps 20.
 
         resumed at   with --steps   the decay
         60           200            begins at step 180
         80           200            begins at step 180
-        90           200            has begun at step 80, and ends at step 100; then the rate stays
+        90           200            began at step 80 and ends at step 100; then the rate stays
 
-    Raises ValueError if warm-up and decay do not fit into the steps.
+    Raises ValueError if warm-up and decay do not fit into the steps, or if --decay-steps changes
+    after the decay has begun.
     """
     warmup, steps = cfg.warmup, cfg.steps
     start_step = resumed.meta["step"] if resumed else 0
@@ -552,7 +560,7 @@ def lay_out_schedule(cfg: Config, resumed: checkpoint.Checkpoint | None) -> dict
             f"--warmup {warmup} is longer than the {steps} steps of the schedule. Choose at most "
             f"--warmup {steps}"
         )
-    earliest = max(warmup, start_step)  # the first step that the decay may have
+    earliest = max(warmup, start_step)  # the first step at which the decay may begin
     decay = decay_length(cfg.decay_steps, steps)
     if cfg.schedule == "wsd" and moves and earliest + decay > steps:
         raise ValueError(
@@ -573,7 +581,8 @@ def open_data(cfg: Config, model: ModelConfig) -> tuple:
     """
     sources = all_or_none(parse_mixture, cfg.data)
     paths = [source.path for source in sources]
-    own_folders = [folder for folder in (cfg.out, cfg.export) if folder]  # they are no data
+    # files that the run writes are not data
+    own_folders = [folder for folder in (cfg.out, cfg.export) if folder]
     if cfg.tokenizer:
         # patient_group has no time-out. If rank 0 dies, its connections close and end the others
         group = patient_group()
@@ -593,7 +602,7 @@ def open_data(cfg: Config, model: ModelConfig) -> tuple:
     def open_all():
         # (training, validation or None) of each source
         opened = [open_corpus(path, model.vocab, own_folders) for path in paths]
-        corpora = [corpus for both in opened for corpus in both if corpus]
+        corpora = [corpus for both in opened for corpus in both if corpus is not None]
         check_apart(corpora)
         check_same_ids(corpora, model.vocab)
         return opened, corpora, choose_document_token(corpora, cfg.document_token)
@@ -819,7 +828,7 @@ def print_run(run: Run, plans: list[costs.Plan]) -> None:
 
 
 def describe_sources(run: Run, numbers: Iterable[int]) -> str:
-    """Return how much data the sources of these numbers have."""
+    """Return a text about the data of these sources: tokens, training and validation sequences."""
     training = [run.training.sources[k] for k in numbers]
     validation = [run.validation.sources[k] for k in numbers]
     return (
@@ -830,8 +839,8 @@ def describe_sources(run: Run, numbers: Iterable[int]) -> str:
 
 
 def print_mixture(run: Run) -> None:
-    """Print what each source contributes, if there are several, and how many epochs of it the
-    steps take."""
+    """If there are several sources, print for each one its share of the samples, its size, and how
+    many epochs of it the steps take."""
     cfg = run.cfg
     if len(run.training.sources) == 1:
         return
@@ -1201,9 +1210,12 @@ def load_batch(run: Run, first: int, read: Callable | None = None, count: int = 
 
 
 def read_windows(run: Run, numbers: range, read: Callable) -> tuple[Tensor, Tensor, str]:
-    """Return the sequences of these numbers (b, T + labels_ahead), which of their tokens count as
-    labels, in the same shape, and the error if a sequence could not be read. Tokens that are
-    missing are IGNORE, and do not count."""
+    """Return (windows, counts, error) for the sequences of these numbers.
+
+    windows   (b, T + labels_ahead): their tokens; IGNORE where a sequence has no token
+    counts    the same shape: whether a token counts as a label; False where there is no token
+    error     why a sequence could not be read, or ""
+    """
     windows = torch.full((len(numbers), run.plan.seq + LLaMA.labels_ahead), IGNORE)
     counts = torch.zeros(windows.shape, dtype=torch.bool)
     try:
@@ -1221,10 +1233,14 @@ def read_windows(run: Run, numbers: range, read: Callable) -> tuple[Tensor, Tens
 def make_labels(run: Run, windows: Tensor, counts: Tensor, own_tokens: Tensor) -> Tensor:
     """Return the labels (b, n, labels_ahead) of this rank's tokens.
 
-    Label i of a token is the token i + 1 places after it. The label is IGNORE in three cases: the
-    data say that it does not count (an ignored id, or a mask), it lies in a later document, or this
-    rank's stage is not the last one, which computes the loss. Example, if token 0 ends a document,
-    labels_ahead is 1, and the data say that token 7 does not count:
+    Label i of a token is the token i + 1 places after it. The label is IGNORE in three cases:
+
+        - The data say that it does not count, because of an ignored id or a mask.
+        - It lies in a later document than the token.
+        - This rank's stage is not the last one. Only the last stage computes the loss.
+
+    Example: token 0 ends a document, labels_ahead is 1, and the data say that token 7 does not
+    count.
 
         tokens   5   6   0        3        7   8
         labels   6   0   IGNORE   IGNORE   8   ...
@@ -1311,9 +1327,9 @@ def evaluate(run: Run, model: LLaMA | Pipeline, stop: "Stop") -> dict:
                                positions 0, 1, 2 to 3, 4 to 7, 8 to 15, ... in a sequence, or in a
                                document if there are documents
 
-    If the run has to stop, the evaluation is left after the batch that runs, and the result is
-    empty: the loss of some of the sequences is not the loss. Raises ConfigError if a rank cannot
-    read its data. A collective of all ranks.
+    If the run has to stop, the evaluation is broken off between two batches. Then the result is
+    empty, because the loss of only some sequences would mislead. Raises ConfigError if a rank
+    cannot read its data. A collective of all ranks.
     """
     plan = run.plan
     count = min(run.validation.count, EVAL_SEQUENCES)
@@ -1327,7 +1343,8 @@ def evaluate(run: Run, model: LLaMA | Pipeline, stop: "Stop") -> dict:
     started = time.perf_counter()
     for first in range(0, count, sequences_at_once):
         batch = load_batch(run, first, read, sequences_at_once)
-        # the host waits for the batch before, because it could not take back what it has launched
+        # wait for the previous batch. Otherwise the host would launch all batches ahead of the GPU,
+        # and a stop could not cancel them
         if run.device.type == "cuda":
             torch.cuda.current_stream().synchronize()
         batch_seconds = time.perf_counter() - started
@@ -1369,7 +1386,7 @@ def companion_folders(cfg: Config) -> list[Path]:
 def export(run: Run, states: States, step: int, group: dist.ProcessGroup) -> str:
     """Write the weights after a step to --export, with a tokenizer and a license.
 
-    Returns why this failed, or "". A failure ends no run, and the earlier export stays. A
+    Returns why this failed, or "". A failure does not end the run, and the earlier export stays. A
     collective of all ranks.
     """
     cfg = run.cfg
@@ -1396,13 +1413,15 @@ def export(run: Run, states: States, step: int, group: dist.ProcessGroup) -> str
 
 
 def learning_rate(run: Run, step: int) -> float:
-    """Return the learning rate of a step, counted from 0: linear warm-up to lr, then as --schedule
-    says, down to min_lr * lr at the end of the schedule, and min_lr * lr from there on.
+    """Return the learning rate of a step, counted from 0.
 
-    Example: --schedule wsd --steps 10 --warmup 2 --decay-steps 4 --lr 1 --min-lr 0
+    It rises linearly to lr in the warm-up. Then it follows --schedule. With cosine and wsd it is
+    min_lr * lr from the end of the schedule on. Example, where the last row says how the numbers of
+    the decay arise: --schedule wsd --steps 10 --warmup 2 --decay-steps 4 --lr 1 --min-lr 0
 
         step   0    1    2    3    4    5    6    7    8     9     10
-        rate   0.5  1    1    1    1    1    1    0.5  0.29  0.13  0      1 - sqrt(0, 1/4, 2/4, ...)
+        rate   0.5  1    1    1    1    1    1    0.5  0.29  0.13  0
+        done                                 0    1/4  2/4   3/4   1      rate = 1 - sqrt(done)
     """
     cfg, facts = run.cfg, run.meta["config"]
     warmup, end = facts["warmup_steps"], facts["schedule_steps"]
@@ -1466,10 +1485,12 @@ def start_progress_thread(run: Run, states: States) -> Progress:
     return progress
 
 
-TIME_IS_UP = 1000.0  # the request to stop that --stop-after makes; any other is a signal's number
-RECENT_STEPS = 10  # the longest of so many steps says how long the next one may take
-# Bytes per second at which a rank is taken to save, until a save has been timed. It is low, because
-# many ranks may share the storage
+# A request to stop is a signal's number, or this number if --stop-after makes it. It is larger than
+# all numbers of signals
+TIME_IS_UP = 1000.0
+RECENT_STEPS = 10  # the next step is expected to take as long as the longest of so many steps
+# Until a save has been timed, a rank is assumed to save this many bytes per second. The number is
+# low, because many ranks may share the storage
 SAVE_RATE = 200e6
 
 
@@ -1477,9 +1498,9 @@ class Stop:
     """Why the run has to end before --steps: a signal, or --stop-after.
 
     A rank must not stop by itself, because the remaining ranks would wait for it. So each rank
-    makes a request, the ranks exchange these where they meet anyway, and all of them take the
-    largest one (agree_on). Ranks may get a signal at different times, and only rank 0's clock
-    counts.
+    makes a request. The ranks exchange their requests, mostly in collectives that they need anyway,
+    and all of them follow the largest request (agree_on). Ranks may get a signal at different
+    times. Only the clock of rank 0 counts.
     """
 
     def __init__(self, run: Run, signals: StopSignal, saver: checkpoint.Saver, states: States):
@@ -1488,7 +1509,7 @@ class Stop:
         self.saver = saver
         self.limit = math.inf  # seconds since the process started
         self.step_seconds = deque(maxlen=RECENT_STEPS)
-        self.save_seconds = 0.0  # an estimate
+        self.save_seconds = 0.0  # estimated time of a save, until one has been timed
         self.reason = ""  # the request that the ranks have agreed on, as text; "": go on
         if run.cfg.stop_after:
             self.limit = duration(run.cfg.stop_after)
@@ -1500,8 +1521,8 @@ class Stop:
     def request(self, next_seconds: float | None = None) -> float:
         """Return this rank's request: the number of a signal, TIME_IS_UP, or 0.0 to go on.
 
-        next_seconds: how long the run works until it asks again; None: a step. Time is up if this
-        and a save would end after --stop-after.
+        next_seconds: how long the run will work until it asks again; None: for one step. Time is up
+        if this work and a save would end after --stop-after.
         """
         if self.signals.number:
             return float(self.signals.number)
@@ -1510,10 +1531,11 @@ class Stop:
         return 0.0
 
     def time_needed(self, next_seconds: float | None = None) -> float:
-        """Return the seconds that request's work and the saves after it may take."""
+        """Return the seconds that the work until the next request, and the save after it, may take.
+        next_seconds: as in request."""
         if next_seconds is None:
             next_seconds = max(self.step_seconds, default=0.0)
-        saves = 2 if self.saver.writing else 1  # --save-async: the one before must end first
+        saves = 2 if self.saver.writing else 1  # with --save-async, the previous one must end first
         return next_seconds + saves * (self.saver.seconds or self.save_seconds)
 
     def agree_on(self, request: float) -> str:
@@ -1707,7 +1729,7 @@ def train(
         state.stop_reason = stop.reason
 
     progress = start_progress_thread(run, states)
-    signals.begin_training()  # only now: before this, a signal may simply end the run
+    signals.begin_training()  # only now, because until here a signal may simply end the run
     if state.step < cfg.steps and not state.stop_reason:
         state.stop_reason = stop.ask_all()
         if state.stop_reason:  # nothing was trained, so there is nothing to save
@@ -1735,8 +1757,8 @@ def train(
         if not last:
             batch = load_batch(run, state.samples)
 
-        # statistics: here the host waits for the step. Only then it looks for signals, so that one
-        # that came during the step ends the run now, and not after another step
+        # statistics: here the host waits for the step. Only then it makes its request to stop. So a
+        # signal that came during this step ends the run now, and not after the next step
         row = wait_for_step(step_stats)
         stop.step_seconds.append(time.perf_counter() - started)
         row |= largest_of_ranks(
@@ -1756,7 +1778,7 @@ def train(
         if state.step == run.start_step + 1:
             freeze_gc()  # now, because the first step has compiled everything
 
-        # stop? Then nothing follows that can be left out, because the process may be killed soon
+        # stop? Then the run only does what it must, because the process may be killed soon
         check_stop(state, stop, row, batch)
         evaluates = evaluates and not stop.reason
 
@@ -1782,12 +1804,12 @@ def train(
             saver.begin(run.meta | {"step": state.step, "samples": state.samples})
             state.last_saved_step = state.step
             if cfg.export and not last and not state.stop_reason:
-                # first the checkpoint, also with --save-async: then a run that is killed while it
-                # exports resumes from this step, and may replace this step's export
+                # Complete the checkpoint first, also with --save-async. If the run is then killed
+                # during the export, it resumes from this step, and may replace this step's export
                 saver.finish()
                 state.export_failed = export(run, states, state.step, saver.group)
         if (evaluates or saves) and not (last or state.stop_reason):
-            state.stop_reason = stop.ask_all()  # both may have taken minutes
+            state.stop_reason = stop.ask_all()  # because evaluating and saving may take minutes
 
     # end: save a last checkpoint unless the last step is saved already, draw loss.png, export
     if state.stop_reason:
@@ -1833,7 +1855,7 @@ if __name__ == "__main__":
     try:
         main()
     except (ConfigError, UnexpectedError) as e:  # raised on all ranks alike: rank 0 says it
-        joined = dist.is_initialized()  # start_ranks refuses some before they join
+        joined = dist.is_initialized()  # start_ranks may raise before the ranks have joined
         if not joined or dist.get_rank() == 0:
             print(f"train.py: error: {e}", file=sys.stderr)
         if joined:

@@ -45,7 +45,7 @@ REFUSED = [
         "train.py --schedule wsd --warmup 4 --decay-steps 3",
         "a decay of 3 steps that ends with step 6 .* Choose at most --decay-steps 2, or more",
     ),
-    ("train.py --out=~nobody-here/x", "--out: ~nobody-here/x: this machine does not say where"),
+    ("train.py --out=~nobody-here/x", "--out: ~nobody-here/x: this machine knows no home"),
     ("train.py --sp 0", "--sp 0: choose a value from 1"),
     ("train.py --batch 0", "--batch 0: choose a value from 1"),
     ("train.py --rope-scaling theta:0.5", "theta:0.5: .*theta:BASE, with a number of at least 1"),

@@ -581,10 +581,10 @@ def test_data_megatrons_files(code, dtype, tmp_path, monkeypatch):
         data.choose_document_token([corpus], 5)
 
     write_megatron(path, [*good, [9, 3, 9]], code, dtype)
-    with raises(ValueError, match="ends with token 9, but at token 15 it is inside a document"):
+    with raises(ValueError, match="ends with token 9, but at position 15 this token is inside"):
         opened()
     write_megatron(path, [*good, [3, 3]], code, dtype)
-    with raises(ValueError, match="but at token 16 it is not at the end of a document, .* -1"):
+    with raises(ValueError, match="but at position 16 this token does not end the document, .* -1"):
         opened()
     data.check_tokens([data.open_corpus(str(path))[0]], 200, 0, 1, with_documents=False)
     write_megatron(path, [[1, 201]], code, dtype)
@@ -1161,3 +1161,20 @@ def test_data_edges_of_documents_and_files(tmp_path):
     text.write_bytes(b"the grass\r\nis\rgreen\n\r\n")
     path, _ = prepare.tokenise_data(str(text), f"{tmp_path}/hf", tmp_path / "t")
     assert len(data.open_corpus(path)[0]) == text.stat().st_size + 1
+
+
+def test_data_of_no_tokens_are_too_few(tmp_path):
+    """An empty text is refused because it has too few tokens. So is a val.bin beside texts, because
+    bytes and ids do not mix.
+
+    Catches an empty file that counts as no file.
+    """
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "a.txt").write_text("")
+    said = run(f"--data {tmp_path}/a --seq 8 --out {tmp_path}/o", expect=1)
+    assert "--seq 8: the data has 0 tokens, too few for training" in said
+    (tmp_path / "a" / "a.txt").write_text("the grass is green\n" * 90)
+    np.zeros(101, "<u2").tofile(tmp_path / "a" / "val.bin")
+    (tmp_path / "a" / "val.bin.json").write_text('{"token_bytes": 2}')
+    said = run(f"--data {tmp_path}/a --seq 8 --out {tmp_path}/o", expect=1)
+    assert "a.txt" in said and "val.bin" in said

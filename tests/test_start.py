@@ -176,7 +176,7 @@ def test_home_is_expanded_inside_of_values(monkeypatch, capsys):
         with raises(SystemExit) as refused:
             train.parse([f"--out={text}"])
         said = capsys.readouterr().err
-        assert refused.value.code == 2 and f"--out: {text}: this machine does not say" in said
+        assert refused.value.code == 2 and f"--out: {text}: this machine knows no home" in said
         assert "or ./~no-such-user" in said
 
     monkeypatch.setattr(sys, "argv", ["bench.py", "--out=~/x"])
@@ -248,11 +248,11 @@ def test_owner_and_mode_of_an_unreadable_file(tmp_path):
 
 
 LAUNCHED = [  # the variables of a launcher, and how the error begins; "": no error
-    ({"SLURM_NTASKS": "2", "SLURM_PROCID": "1"}, "srun has started 2 tasks (SLURM_NTASKS=2), "),
-    ({"SLURM_STEP_NUM_TASKS": "8"}, "srun has started 8 tasks (SLURM_STEP_NUM_TASKS=8), "),
-    ({"OMPI_COMM_WORLD_SIZE": "4"}, "mpirun has started 4 tasks (OMPI_COMM_WORLD_SIZE=4), "),
-    ({"PMI_SIZE": "16", "PMI_RANK": "3"}, "mpirun has started 16 tasks"),
-    ({"FLUX_JOB_SIZE": "2"}, "flux has started 2 tasks"),
+    ({"SLURM_NTASKS": "2", "SLURM_PROCID": "1"}, "srun runs 2 tasks (SLURM_NTASKS=2), "),
+    ({"SLURM_STEP_NUM_TASKS": "8"}, "srun runs 8 tasks (SLURM_STEP_NUM_TASKS=8), "),
+    ({"OMPI_COMM_WORLD_SIZE": "4"}, "mpirun runs 4 tasks (OMPI_COMM_WORLD_SIZE=4), "),
+    ({"PMI_SIZE": "16", "PMI_RANK": "3"}, "mpirun runs 16 tasks"),
+    ({"FLUX_JOB_SIZE": "2"}, "flux runs 2 tasks"),
     ({"SLURM_NTASKS": "1"}, ""),
     ({"SLURM_NTASKS": "many"}, ""),
     # one task of a job that has several: srun --ntasks 1
@@ -298,5 +298,5 @@ def test_srun_without_torchrun_ends_with_status_2(tmp_path):
             text=True,
         )
         assert done.returncode == 2 and done.stdout == "", done.stderr
-        assert done.stderr.startswith(f"{program}: error: srun has started 2 tasks")
+        assert done.stderr.startswith(f"{program}: error: srun runs 2 tasks")
         assert done.stderr.count("\n") == 1
