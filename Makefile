@@ -20,10 +20,11 @@ lint: .venv/ready
 	.venv/bin/ruff format --check
 	.venv/bin/ruff check
 
-# The tests run in two halves at once, which end together. The first half has the cases of many ranks
-# and simulated steps, and for balance the race checker, some forks and the planner's questions. It makes
-# way for the other half, some of whose tests wait for a few seconds only.
-MANY_RANKS := equals_one_process or resumed_under or counted_memory or flag_by_hand or test_streams or look_at_positions
+# The tests run in two halves at once, which end together. The first half has the cases of many
+# ranks and simulated steps, and for balance the race checker, some forks and the planner's
+# questions. It makes way for the other half, some of whose tests wait for a few seconds only.
+MANY_RANKS := equals_one_process or resumed_under or counted_memory or flag_by_hand or \
+              test_streams or look_at_positions
 test: lint
 	@echo "make test takes about 17 minutes on two idle cores. It runs two halves at once: each line begins"
 	@echo "with its half, and ends with how much of that half is done."

@@ -458,6 +458,7 @@ class Saver:
     group: dist.ProcessGroup | None = None
     room: float | None = None  # bytes of host memory that the copies may take; None: no copies
     failed: str = ""  # why the last save failed, as a sentence; "" if it did not
+    began: float = 0.0  # when the last save began, on the clock of time.perf_counter
     seconds: float = 0.0  # how long the last save took; with copies, only this rank's files
 
     def __post_init__(self):

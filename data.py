@@ -201,7 +201,7 @@ def parse_mixture(data: str) -> list[Source]:
         text += piece
         path, _, weight = text.rpartition(":")
         if exists(path):
-            if not is_positive(weight):
+            if not is_positive_number(weight):
                 raise ValueError(
                     f"--data {data}: the weight {weight!r} of {path} is no positive number. {form}"
                 )
@@ -223,7 +223,7 @@ def parse_mixture(data: str) -> list[Source]:
     return sources
 
 
-def is_positive(text: str) -> bool:
+def is_positive_number(text: str) -> bool:
     """Return whether a text is a positive number."""
     try:
         return 0 < float(text) < math.inf
@@ -324,17 +324,27 @@ def stdlib_files() -> tuple[Path, ...]:
 #
 # A file's first bytes say what it is. If they do not, the ending of its name does.
 
-FORMATS = {  # first bytes -> name, and whether prepare.py reads it
-    b"\x1f\x8b\x08": ("gzip-compressed", True),
-    b"\x28\xb5\x2f\xfd": ("zstd-compressed", True),
-    b"\xfd7zXZ\0": ("xz-compressed", True),
-    b"PAR1": ("Parquet", True),
-    b"ARROW1": ("Arrow", True),
-    b"\x93NUMPY": ("a numpy array", False),
-    b"PK\x03\x04": ("a zip archive", False),
-    b"%PDF-": ("PDF", False),
+
+class Format(NamedTuple):
+    """A kind of files that are not plain text, and that are recognised by their first bytes."""
+
+    words: str  # as a message says it: "FILE is ..."
+    start: bytes  # a regular expression for the first bytes
+    prepared: bool  # whether prepare.py reads such files
+
+
+FORMATS = {
+    "gzip": Format("gzip-compressed", rb"\x1f\x8b", True),
+    "bz2": Format("bzip2-compressed", rb"BZh[1-9](1AY&SY|\x17rE8P\x90)", True),
+    "xz": Format("xz-compressed", rb"\xfd7zXZ\x00", True),
+    "zstd": Format("zstd-compressed", rb"\x28\xb5\x2f\xfd|[\x50-\x5f]\x2a\x4d\x18", True),
+    "parquet": Format("Parquet", rb"PAR1", True),
+    "arrow": Format("Arrow", rb"ARROW1", True),
+    "numpy": Format("a NumPy array", rb"\x93NUMPY", False),
+    "zip": Format("a zip archive", rb"PK\x03\x04", False),
+    "pdf": Format("a PDF file", rb"%PDF-", False),
+    "hdf5": Format("an HDF5 file", rb"\x89HDF", False),
 }
-BZIP2 = re.compile(rb"BZh[1-9]1AY&SY")
 # the endings of files whose text lies in the fields of records. prepare.py reads all of them
 RECORD_ENDINGS = {
     ".jsonl": "JSON Lines",
@@ -346,16 +356,18 @@ RECORD_ENDINGS = {
 }
 
 
+def kind_of(start: bytes) -> str:
+    """Return the key of FORMATS for a file that begins with these bytes, or "" if there is none."""
+    return next((kind for kind, known in FORMATS.items() if re.match(known.start, start)), "")
+
+
 def format_of(path: Path) -> tuple[str, bool]:
     """Return the format of a file that is not plain text, such as "gzip-compressed", and whether
     prepare.py reads it. ("", False) means that no format is recognised. Raises OSError."""
     with open(path, "rb") as handle:
         start = handle.read(16)
-        for magic, known in FORMATS.items():
-            if start.startswith(magic):
-                return known
-        if BZIP2.match(start):
-            return "bzip2-compressed", True
+        if kind := kind_of(start):
+            return FORMATS[kind].words, FORMATS[kind].prepared
         if start.lstrip()[:1] == b"{":
             handle.seek(0)
             # skip blank lines. A record may be very long, so a read of a line has a limit
@@ -377,7 +389,7 @@ def is_json_object(line: bytes) -> bool:
 def refuse_format(path: Path) -> None:
     """Raise ValueError if format_of recognises a file as something else than text or token ids."""
     name, prepared = format_of(path)
-    if name == "a numpy array":
+    if name == FORMATS["numpy"].words:
         raise ValueError(
             f"--data: {path} is {name}. If it holds token ids, write them without its header: "
             f"numpy.load({str(path)!r}).astype('<u4').tofile('NAME.bin'), with "

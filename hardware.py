@@ -44,9 +44,9 @@ PROFILES = Path(__file__).parent / "results" / "profiles"
 PRODUCTS = ("forward", "input_grad", "weight_grad", "weight_grad_sum")
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "broadcast", "all_to_all")
 PASSES = ("forward", "backward")
-# what a host launches: a layer's kernels, and those of one head group of attention with its
-# all-to-alls
-LAUNCHES = (*PASSES, "head group forward", "head group backward")
+# what a host launches: one head group of attention with its all-to-alls, and a layer's kernels
+HEAD_GROUP_LAUNCHES = ("head group forward", "head group backward")
+LAUNCHES = (*PASSES, *HEAD_GROUP_LAUNCHES)
 OVERLAPS = ("collectives", "all_to_all")
 Points = list[list[float]]  # each [size, rate] or [tokens, width, rate], in ascending order
 
@@ -376,6 +376,6 @@ def add_network(profile, per_node):
     rates["launch"] = {}
     for host, seconds in profile.launch.items():
         with_all_to_alls = shared.launch[nearest_host(shared, host)]
-        longer = {kind: max(seconds[kind], with_all_to_alls[kind]) for kind in LAUNCHES[2:]}
+        longer = {kind: max(seconds[kind], with_all_to_alls[kind]) for kind in HEAD_GROUP_LAUNCHES}
         rates["launch"][host] = seconds | longer
     return replace(profile, **rates, sources=sources)

@@ -802,6 +802,23 @@ def delete_old(folder: Path, run: str) -> None:
     shutil.rmtree(old, ignore_errors=True)
 
 
+def collect_weights(
+    full_param: Callable[[str], Tensor], parts: dict[str, dict], dtype: torch.dtype
+) -> dict[str, Tensor]:
+    """Return the weights of one file on rank 0, {their name: tensor}, and {} on the other ranks.
+
+    All ranks gather one weight after the other. parts: our name -> {their name: shape}, where a
+    weight of ours is several of theirs, one below the other. A collective of all ranks.
+    """
+    tensors = {}
+    for name, theirs in parts.items():
+        full = full_param(name)
+        if dist.get_rank() == 0:
+            row_counts = [rows for rows, *_ in theirs.values()]
+            tensors |= zip(theirs, full.to("cpu", dtype).split(row_counts))
+    return tensors
+
+
 def export(
     folder: Path,
     cfg: ModelConfig,
@@ -847,6 +864,8 @@ def export(
         sizes[name] = dtype.itemsize * elements
     files = pack(sizes)
 
+    weight_map = {}  # their name -> file
+
     def begin():
         fresh_folder(partial)
         if folder.exists():  # the new folder gets the permissions of the old one
@@ -870,19 +889,11 @@ def export(
         exchange(folder, run)
         print(f"exported {folder}: {config.model_type}")
 
-    # all ranks gather a weight; rank 0 collects the weights of a file and writes it
-    weight_map = {}  # their name -> file
     try:
         on_rank_0(begin, group=group)
         for i, names in enumerate(files, 1):
             file = f"model-{i:05d}-of-{len(files):05d}.safetensors"
-            tensors = {}  # their name -> tensor. Filled on rank 0 only
-            for name in names:
-                full = full_param(name)
-                if dist.get_rank() == 0:
-                    row_counts = [rows for rows, *_ in parts[name].values()]
-                    pieces = full.to("cpu", dtype).split(row_counts)
-                    tensors |= zip(parts[name], pieces)
+            tensors = collect_weights(full_param, {name: parts[name] for name in names}, dtype)
             on_rank_0(write_tensors, tensors, partial / file, {"format": "pt"}, group=group)
             weight_map |= dict.fromkeys(tensors, file)
         on_rank_0(finish, group=group)

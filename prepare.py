@@ -99,7 +99,15 @@ from typing import BinaryIO, NamedTuple
 
 import numpy as np
 
-from data import find_files, own_file, own_or_absent, refuse_format, replace_file
+from data import (
+    FORMATS,
+    find_files,
+    kind_of,
+    own_file,
+    own_or_absent,
+    refuse_format,
+    replace_file,
+)
 
 DOCUMENT_BYTES = 2**22  # a longer document is cut into parts of at most this many bytes
 LINE_BYTES = 2**28  # the longest line of JSON Lines
@@ -144,20 +152,6 @@ COMPRESSION_ENDINGS = {
     ".xz": "xz",
     ".zst": "zstd",
     ".zstd": "zstd",
-}
-# Regular expressions for the first bytes of compressed files
-COMPRESSION_STARTS = {
-    "gzip": rb"\x1f\x8b",
-    "bz2": rb"BZh[1-9](1AY&SY|\x17rE8P\x90)",
-    "xz": rb"\xfd7zXZ\x00",
-    "zstd": rb"\x28\xb5\x2f\xfd|[\x50-\x5f]\x2a\x4d\x18",
-}
-# First bytes of formats that cannot be read
-OTHER_STARTS = {
-    b"\x93NUMPY": "a NumPy array",
-    b"PK\x03\x04": "a zip archive",
-    b"%PDF-": "a PDF file",
-    b"\x89HDF": "an HDF5 file",
 }
 
 
@@ -236,7 +230,8 @@ def identify(path: str) -> Source:
     with open(path, "rb") as file:
         head = file.read(HEAD_BYTES)
     name, ending = os.path.splitext(path.lower())
-    compression = next((c for c, start in COMPRESSION_STARTS.items() if re.match(start, head)), "")
+    found = kind_of(head)
+    compression = found if found in DECOMPRESSORS else ""
     if ending in COMPRESSION_ENDINGS:
         if compression != COMPRESSION_ENDINGS[ending]:
             raise ValueError(
@@ -270,18 +265,17 @@ def has_changed(source: Source) -> bool:
 def content_kind(path: str, head: bytes, ending: str) -> str:
     """Return the kind of a file, which is a key of READERS. head: its first bytes, decompressed.
     ending: the ending of its name. Raises ValueError if there is no reader for it."""
-    if head.startswith(b"PAR1"):
-        return "parquet"
-    if head.startswith(b"ARROW1"):
-        return "arrow"
+    found = kind_of(head)
+    if found in READERS:
+        return found
     kind = TABLE_ENDINGS.get(ending)
     if kind == "parquet":
         raise ValueError(f"{path}: its name ends in {ending}, but its content is not Parquet")
     if kind == "arrow":
         return kind  # Arrow's streams, which `datasets` writes, have no fixed first bytes
-    for start, what in OTHER_STARTS.items():
-        if head.startswith(start):
-            raise ValueError(f"{path} is {what}, which cannot be read. Take the text out of it")
+    if found and not FORMATS[found].prepared:
+        words = FORMATS[found].words
+        raise ValueError(f"{path} is {words}, which cannot be read. Take the text out of it")
     if ending == ".bin":
         raise ValueError(
             f"{path}: a .bin file holds token ids already, and is read by train.py --data"
@@ -820,9 +814,10 @@ def find_first_tokens(tokenizer, folder: Path) -> list[int]:
     """Return the ids that --bos puts before a document: those that the tokenizer itself puts before
     a text, else its bos_token. Raises ValueError if it has neither."""
     encoding = tokenizer.encode("a")
-    added = list(itertools.takewhile(lambda pair: pair[1], zip(*ids_and_added(encoding))))
-    if added:
-        return [i for i, _ in added]
+    # the mask is 1 for each token that the tokenizer has added
+    pairs = zip(encoding.ids, encoding.special_tokens_mask)
+    if added := [i for i, _ in itertools.takewhile(lambda pair: pair[1], pairs)]:
+        return added
     token = named_tokens(folder).get("bos_token")
     ids = [] if token is None else [tokenizer.token_to_id(token)]
     ids = ids or config_ids(folder, "bos_token_id")[:1]
@@ -832,12 +827,6 @@ def find_first_tokens(tokenizer, folder: Path) -> list[int]:
             "its vocabulary. Drop --bos"
         )
     return ids
-
-
-def ids_and_added(encoding) -> tuple[list[int], list[int]]:
-    """Return the ids of an encoding, and for each id 1 if the tokenizer added it to the text, else
-    0."""
-    return encoding.ids, encoding.special_tokens_mask
 
 
 def find_template(folder: Path) -> str:
@@ -987,7 +976,7 @@ def record_text(record: dict, name: str) -> str:
     """Return the text in the field `name` of a record. Raises ValueError if it has none."""
     text = record.get(name)
     if isinstance(text, str):
-        check_text(text)
+        check_surrogates(text)
         return text
     if name in record:
         raise ValueError(f"its field {name} is not text, but {json.dumps(text)[:40]}")
@@ -997,7 +986,7 @@ def record_text(record: dict, name: str) -> str:
     )
 
 
-def check_text(text: str) -> None:
+def check_surrogates(text: str) -> None:
     """Raise ValueError if a text has half of a surrogate pair, such as \\ud83d. JSON can spell it,
     but UTF-8 cannot."""
     try:
@@ -1105,7 +1094,7 @@ class Conversations:
     def text(self, record: dict) -> tuple[str, np.ndarray, str]:
         """Return the text of a conversation, a 1 or 0 per character that says whether it counts,
         and the breaker of protect(). Raises ValueError."""
-        check_text(json.dumps(record, ensure_ascii=False))
+        check_surrogates(json.dumps(record, ensure_ascii=False))
         record = without_nulls(record)
         messages, tools = read_messages(record), record.get("tools")
         if not isinstance(tools, list | None):
@@ -1440,8 +1429,8 @@ def write(settings: Settings, out: Path, workers: int) -> Progress:
 
     Raises ValueError if the content of an input is wrong; then OUT.partial is removed. Raises it
     also if OUT exists, if another command writes OUT now, or if OUT.partial belongs to another
-    command; then nothing changes. Raises OSError if a file cannot be read or written; then the same
-    command can continue. A file with a wrong checksum raises OSError, too.
+    command, or has not the checksum that was noted; then nothing changes. Raises OSError if a file
+    cannot be read or written; then the same command can continue.
     """
     paths = outputs_of(out)
     for path in paths.values():

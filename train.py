@@ -1699,6 +1699,42 @@ def check_stop(state: LoopState, stop: Stop, stats: dict, next_batch: Batch) -> 
     state.stop_reason = stop.agree_on(stats["stop"]) or state.failure
 
 
+def finish_step(
+    run: Run,
+    stop: Stop,
+    step_stats: dict[str, Tensor],
+    next_batch: Batch,
+    started: float,
+    last: bool,
+) -> dict[str, float]:
+    """Wait for a step, and return its statistics, equal on all ranks.
+
+    Each rank makes its request to stop after this wait. So a signal that came during the step ends
+    the run now, and not after the next step.
+
+    started: the time at which the step began. last: whether it is the last step of the run. A
+    collective of all ranks.
+    """
+    row = wait_for_step(step_stats)
+    stop.step_seconds.append(time.perf_counter() - started)
+    return row | largest_of_ranks(
+        run.device,
+        {
+            "stop": stop.request(0.0 if last else None),
+            "writing": stop.saver.writing,  # whether this rank still writes a checkpoint
+            "read_failed": bool(next_batch.read_error),
+            "gpu_gib": gpu_peak_gib(),
+            "host_gib": host_peak_gib(),
+        },
+    )
+
+
+def begin_save(run: Run, saver: checkpoint.Saver, state: LoopState) -> None:
+    """Begin to save a checkpoint of the step that is done. A collective of all ranks."""
+    saver.begin(run.meta | {"step": state.step, "samples": state.samples})
+    state.last_saved_step = state.step
+
+
 def train(
     run: Run,
     model: LLaMA | Pipeline,
@@ -1757,20 +1793,8 @@ def train(
         if not last:
             batch = load_batch(run, state.samples)
 
-        # statistics: here the host waits for the step. Only then it makes its request to stop. So a
-        # signal that came during this step ends the run now, and not after the next step
-        row = wait_for_step(step_stats)
-        stop.step_seconds.append(time.perf_counter() - started)
-        row |= largest_of_ranks(
-            run.device,
-            {
-                "stop": stop.request(0.0 if last else None),
-                "writing": saver.writing,  # whether this rank still writes a checkpoint
-                "read_failed": bool(batch.read_error),
-                "gpu_gib": gpu_peak_gib(),
-                "host_gib": host_peak_gib(),
-            },
-        )
+        # statistics: here the host waits for the step
+        row = finish_step(run, stop, step_stats, batch, started, last)
         if not row["finite"]:
             states.check_uses()
         row |= {"step": state.step, "lr": lr, "seconds": time.perf_counter() - started}
@@ -1801,8 +1825,7 @@ def train(
 
         # save
         if saves:
-            saver.begin(run.meta | {"step": state.step, "samples": state.samples})
-            state.last_saved_step = state.step
+            begin_save(run, saver, state)
             if cfg.export and not last and not state.stop_reason:
                 # Complete the checkpoint first, also with --save-async. If the run is then killed
                 # during the export, it resumes from this step, and may replace this step's export
@@ -1816,7 +1839,7 @@ def train(
         print0(f"{state.stop_reason}: the run ends after step {state.step}")
     saver.finish()
     if cfg.save_every >= 0 and (state.last_saved_step != state.step or saver.failed):
-        saver.begin(run.meta | {"step": state.step, "samples": state.samples})
+        begin_save(run, saver, state)
         saver.finish()
     close_log(run, log, draw=not stop.reason)
     if cfg.export and state.step >= cfg.steps and state.skips_in_a_row < MAX_SKIPS:

@@ -418,8 +418,8 @@ def test_data_masks_by_hand(tmp_path):
 def test_data_masks_on_two_ranks(tmp_path):
     """Two ranks that share sequences, or have their own, train as one rank does, with a mask.
 
-    They also evaluate as one rank, by position, and a rank may have no label that counts. Catches a rank that takes another one's mask, or divides by its own
-    number of labels.
+    They also evaluate as one rank does, by position, and a rank may have no label that counts.
+    Catches a rank that takes another one's mask, or divides by its own number of labels.
     """
     path = conversations(tmp_path / "ids.bin")
     mask = np.fromfile(tmp_path / "ids.mask", "u1")
@@ -531,7 +531,7 @@ def test_data_widths_are_certain_or_refused(ids, vocab, width, tmp_path):
     "content, message",
     [
         (b"what is written here is no ids\n" * 9, "is text, but files of this ending hold token"),
-        (b"\x93NUMPY\1\0" + bytes(90), "is a numpy array.*numpy.load.*astype"),
+        (b"\x93NUMPY\1\0" + bytes(90), "is a NumPy array.*numpy.load.*astype"),
         (b"PK\3\4" + bytes(90), "is a zip archive"),  # torch.save writes these
         (b"PAR1" + bytes(90), "is Parquet.*python prepare.py"),
     ],
@@ -658,10 +658,10 @@ RECORDS = b'{"text": "one"}\n{"text": "two"}\n'
         ("a.txt", lzma.compress(b"text"), "a.txt is xz-compressed, .*prepare.py"),
         ("a.zst", b"\x28\xb5\x2f\xfd1234", "a.zst is zstd-compressed, .*prepare.py"),
         ("a.txt", b"PK\3\4text", "a.txt is a zip archive, not plain text. Extract its text first"),
-        ("a.txt", b"%PDF-1.7\ntext", "a.txt is PDF, not plain text. Extract its text first"),
+        ("a.txt", b"%PDF-1.7\ntext", "a.txt is a PDF file, not plain text. Extract its text first"),
         ("a.txt", b"PAR1text", "a.txt is Parquet, .*prepare.py"),
         ("a.arrow", b"\xff\xff\xff\xff", "a.arrow is Arrow, .*prepare.py"),
-        ("a.npy", b"\x93NUMPY\1\0text", "a.npy is a numpy array.*tofile"),
+        ("a.npy", b"\x93NUMPY\1\0text", "a.npy is a NumPy array.*tofile"),
         ("a.csv", b"text,label\none,1\n", "a.csv is a table, .*prepare.py"),
         (
             "a.txt",
@@ -1024,7 +1024,8 @@ def mixture(tmp_path: Path, weights: dict[str, float], windows=(60, 7, 200)) -> 
 
 
 def test_data_mixtures_are_exact(tmp_path):
-    """Each block of 1000 samples has each source's exact share, spread evenly, in epochs of its own.
+    """Each block of 1000 samples has each source's exact share, spread evenly, and each source has
+    epochs of its own.
 
     Sample i is the same whatever was drawn before. Catches a source that is drawn too often, and an
     order that depends on the ranks or on a resume.
@@ -1144,7 +1145,7 @@ def test_data_mixtures_on_other_ranks(tmp_path, capfd):
 
 
 def test_data_edges_of_documents_and_files(tmp_path):
-    """Empty files, files of one token, Windows line ends and one long document are read as they are.
+    """Empty files, files of one token, Windows line ends and one long document are read unchanged.
 
     Catches a token that is lost or added at an end.
     """

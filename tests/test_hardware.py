@@ -129,7 +129,8 @@ def test_files_of_the_ground_floor_import_none_of_the_others():
 
 def test_rates_belong_to_a_kernel_and_launches_to_a_host():
     """A kernel that the profile lacks has the rates of the nearest one, and a host that it lacks
-    has the launches of the first one. Catches the seconds of another kernel where its own are known."""
+    has the launches of the first one. Catches the seconds of another kernel where its own are
+    known."""
     machine = hardware.load_profile("h200x2")
     assert [*machine.attention] == ["fa4", "cudnn", "flash"]
     for kernel in machine.attention:

@@ -162,7 +162,7 @@ def test_prepare_reads_each_format(tmp_path):
 
 @parametrize("kind", ["parquet", "arrow", "stream", "dataset", "zst"])
 def test_prepare_reads_tables(kind, tmp_path):
-    """Parquet, Arrow, saved datasets and zstd of several frames give the ids of the same JSON Lines.
+    """Parquet, Arrow, saved datasets and zstd of several frames give the ids that JSON Lines give.
 
     It needs the libraries of requirements-data.txt. Catches rows that are lost or doubled.
     """
@@ -602,8 +602,8 @@ def test_prepare_masks_tokens_of_white_space(tmp_path):
     assert tokenizer.decode(answer, skip_special_tokens=False) == " 世 \n<|/|>"
 
 
-# Chat templates as published models have them, shortened, and what counts of the answers " oh \n" and
-# "you". Phi 3's special tokens take the white space after them
+# Chat templates as published models have them, shortened, and what counts of the answers " oh \n"
+# and "you". Phi 3's special tokens take the white space after them
 PUBLISHED = {
     "Qwen2.5": (
         "{% if messages[0].role != 'system' %}{{ '<|im_start|>system\\nbe good<|im_end|>\\n' }}"
@@ -773,7 +773,10 @@ def test_prepare_dates_of_templates(tmp_path):
 
 
 def test_prepare_chat_needs_conversations_and_a_template(tmp_path, capsys):
-    """--chat refuses plain text, --bos, and a tokenizer without a template. Catches a run on nothing."""
+    """--chat refuses plain text, --bos, and a tokenizer without a template.
+
+    Catches a file that is written of nothing.
+    """
     tokenizer = word_tokenizer(tmp_path / "tok", None)
     (tmp_path / "a.txt").write_text("hi")
     (tmp_path / "a.jsonl").write_text(lines(conversation(("user", "hi"), ("assistant", "oh"))))
