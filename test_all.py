@@ -194,6 +194,8 @@ class Plain(torch.nn.Module):
         self.blocks = torch.nn.ModuleList(PlainLayer(cfg, block) for _ in range(cfg.layers))
         self.norm = torch.nn.RMSNorm(cfg.dim, cfg.norm_eps)
         self.head = torch.nn.Linear(cfg.dim, cfg.vocab, bias=False)
+        if cfg.tied:
+            self.head.weight = self.embed.weight
         self.double()
         for name, p in self.named_parameters():
             rng = torch.Generator().manual_seed(zlib.crc32(name.encode()))
@@ -328,13 +330,18 @@ def make_window(i: int) -> data.Window:
 
 @functools.cache
 def reference_steps(
-    model: str, block: str, optimizer: str, documents: tuple[int, ...], kernel: str = "cpu"
+    model: str,
+    block: str,
+    optimizer: str,
+    documents: tuple[int, ...],
+    kernel: str = "cpu",
+    tied: int = 0,
 ) -> tuple:
     """Train Plain. Return its first weights, (loss, gradient norm) of each step, its last weights.
 
     documents: for each step, whether attention stays inside documents.
     """
-    plain = Plain(SIZES[model], block, kernel)
+    plain = Plain(replace(SIZES[model], tied=bool(tied)), block, kernel)
     first_weights = plain.weights()
     vectors = [p for p in plain.parameters() if p.dim() == 1]
     matrices = [p for p in plain.parameters() if p.dim() > 1]
@@ -378,7 +385,12 @@ def reference_of_case(case: dict) -> tuple:
     """Return reference_steps of the model that a case trains, for four steps."""
     documents = 4 * (case["docs"],)
     return reference_steps(
-        case["model"], case["block"], case["optimizer"], documents, case["kernel"]
+        case["model"],
+        case["block"],
+        case["optimizer"],
+        documents,
+        case["kernel"],
+        case["tied"],
     )
 
 
@@ -408,6 +420,7 @@ VALUES = {  # the keys of a case line, and the values that each one takes, its d
     "ranks": (1, 2, 4, 8),
     "model": ("gqa", "mha", "mqa", "deep"),  # a row of SIZES
     "block": ("plain", "norms", "fork"),  # norms: Qwen's biases and norms; fork: examples/block.py
+    "tied": (0, 1),  # 1: embedding and head are one matrix
     "docs": (0, 1),  # 1: attention stays inside documents
     "micro": (1, 2, 4),  # micro-batches per step
     "sp": (1, 2, 4, 8),  # ranks that share a sequence
@@ -467,7 +480,7 @@ def plan_of(case: dict) -> costs.Plan:
     """Return the plan that a case runs, as the planner would make it."""
     value = SimpleNamespace(**case)
     norms = value.block == "norms"
-    model = replace(SIZES[value.model], qkv_bias=norms, qk_norm=norms)
+    model = replace(SIZES[value.model], qkv_bias=norms, qk_norm=norms, tied=bool(value.tied))
     micro_batch = BATCH * value.sp * value.tp * value.pp // value.ranks // value.micro
     tokens = micro_batch * SEQ // value.sp
     chunk = min(tokens, tokens // value.chunks + 1)  # so the last chunk is shorter
@@ -999,6 +1012,7 @@ def mechanisms(case: dict) -> set[str]:
         "micro-batches": value.micro > 1,
         f"chunks {value.keep}": KEEPS[value.keep] is not None,
         "documents": value.docs == 1,
+        "tied": value.tied == 1,
         f"block {value.block}": value.block != "plain",
         f"kv {value.model}": value.model in ("mha", "mqa"),
         "bf16": value.dtype == "bf16",
@@ -1011,7 +1025,7 @@ MECHANISMS = sorted(
     "heads,ring,long ring,groups,tp msp,tp mtp,tp fsp,stages,virtual stages,p>1,g>p,os>g,replicas,"
     "inter,host,no overlap,micro-batches,chunks x,chunks kept,chunks again,chunks swapped,"
     "chunks mixed,chunks no-o,chunks no-x,chunks neither,documents,block norms,block fork,kv mha,"
-    "kv mqa,bf16,whole matrices".split(",")
+    "kv mqa,bf16,whole matrices,tied".split(",")
 )
 
 
