@@ -11,12 +11,14 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.distributed as dist
-from pytest import raises
+from pytest import approx, raises
 from safetensors.torch import load_file, save_file
 
 import checkpoint
+import data
 import hf
 import model as m
 import published_configs
@@ -694,6 +696,71 @@ def test_hf_train_and_export(untie, tmp_path, capsys):
     assert torch.equal(head, embedding) == (not untie)  # two matrices are trained apart
     for name, weight in states[0].items():
         assert torch.equal(weight, states[1][name]), name
+
+
+def train_theirs(model, sequences, steps: int, batch: int, lr: float) -> list[float]:
+    """Train a model of transformers by PyTorch's AdamW, with train.py's settings. Return the losses.
+
+    sequences: from data.split. Sequence i has the tokens of sample i, and their labels.
+    """
+    vectors = [p for p in model.parameters() if p.dim() == 1]
+    matrices = [p for p in model.parameters() if p.dim() > 1]
+    adamw = torch.optim.AdamW(
+        [{"params": vectors, "weight_decay": 0.0}, {"params": matrices, "weight_decay": 0.1}],
+        lr=lr,
+        betas=(0.9, 0.95),
+    )
+    found = []
+    for step in range(steps):
+        windows = [sequences.sample(step * batch + i).tokens for i in range(batch)]
+        ids = torch.tensor(np.stack(windows)).long()
+        logits = model(ids[:, :-1]).logits
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
+        adamw.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        adamw.step()
+        found.append(loss.item())
+    return found
+
+
+@slow
+@parametrize(
+    "name, plan", [("Llama 3.2", "--p 2 --sp 2"), ("Qwen2.5, small", "--pp 2 --micro-batch 1")]
+)
+def test_tied_models_train_as_in_transformers(name, plan, tmp_path):
+    """A tied model is imported, trained for two steps on two ranks, resumed on one rank, trained
+    for a third step, and exported.
+
+    Losses and weights are those of transformers' own training in float64. Only rotary angles and
+    norms are in float32 there. Catches a gradient of one of a tied matrix's two uses that is lost,
+    and a head that is trained apart.
+    """
+    kind, keys = PUBLISHED[name]
+    hf_model(tmp_path / "in", kind, **keys | {"num_key_value_heads": 2, "sliding_window": None})
+    corpus = tmp_path / "corpus.txt"
+    corpus.write_text(Path(hf.__file__).read_text())
+    batch, lr = 4, 1e-3
+    flags = f"--init hf:{tmp_path}/in --data {corpus} --dtype fp64 --batch {batch} --lr {lr}"
+    flags += " --schedule constant --warmup 0"
+    run(f"{flags} {plan} --steps 2 --out {tmp_path}/a", 2)
+    resume = f"--resume {tmp_path}/a/step-00000002 --p auto --sp auto --pp 1 --micro-batch 2"
+    run(f"{flags} {resume} --steps 3 --out {tmp_path}/b --export {tmp_path}/e")
+
+    theirs = hf_load(tmp_path / "in", dtype=torch.float64)
+    before = {name: p.detach().clone() for name, p in theirs.named_parameters()}
+    sequences, _ = data.split(*data.open_corpus(str(corpus), 300, []), 32, 0, 1)
+    expected = train_theirs(theirs, sequences, 3, batch, lr)
+    found = [loss for _, loss, _ in losses(tmp_path / "a") + losses(tmp_path / "b")]
+    assert found == approx(expected, rel=1e-6)
+
+    exported = hf_load(tmp_path / "e", dtype=torch.float64)
+    assert exported.config.tie_word_embeddings
+    assert exported.lm_head.weight is exported.model.embed_tokens.weight
+    weights = dict(exported.named_parameters())
+    assert weights.keys() == before.keys()
+    for name, p in theirs.named_parameters():
+        assert relative(weights[name] - before[name], p.detach() - before[name]) < 0.01, name
 
 
 @slow
