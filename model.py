@@ -145,6 +145,7 @@ class ModelConfig:
     tied: bool = False  # the imported model used its embedding as its head; here they are two
     qkv_bias: bool = False  # biases of q, k and v (Qwen2)
     qk_norm: bool = False  # norms of each head of q and k, before the rotation (Qwen3)
+    block: str = "llama"  # the class of a layer: Block, or a row of BLOCKS
 
     def __post_init__(self):
         """Raise ValueError for sizes that attention or rotary embedding cannot compute.
@@ -162,6 +163,11 @@ class ModelConfig:
             raise ValueError(
                 f"head_dim is {self.head_dim}, but rotary embedding rotates pairs, so it must be "
                 f"even; nearest: {self.head_dim + 1}"
+            )
+        if self.block not in BLOCKS:
+            raise ValueError(
+                f"block is {self.block!r}, which is no row of model.BLOCKS: {', '.join(BLOCKS)}. "
+                "Import the module that adds this row"
             )
         kind = rope_kind(self.rope_scaling)
         if kind not in ("default", *ROPE_KEYS):
@@ -230,6 +236,12 @@ class Block(nn.Module):
             lambda x, weight: norm_forward(x, weight, cfg.norm_eps), norm_backward
         )
 
+    @staticmethod
+    def embedding_scale(cfg: ModelConfig) -> float:
+        """Return the number that multiplies the embedding before the first layer. Fresh embeddings
+        are divided by it."""
+        return 1.0
+
     @property
     def heads(self) -> tuple[int, int, int]:
         """Return how many heads of q, k and v this rank computes: all, or its share with --tp."""
@@ -268,6 +280,17 @@ class Block(nn.Module):
         return h + project(self.down, SWIGLU, gate_up)
 
 
+# --block: a fork adds a row with another class of layers, a subclass of Block
+BLOCKS = {"llama": Block}
+
+
+def block_class(cfg: ModelConfig) -> type[Block]:
+    """Return the class of a model's layers."""
+    if cfg.block == "llama":
+        return Block  # as a fork may have replaced it
+    return BLOCKS[cfg.block]
+
+
 class PlainAttention:
     """Causal attention by PyTorch's own function, on one device and without documents.
 
@@ -304,8 +327,10 @@ class LLaMA(nn.Module):
         self.cfg = cfg
         self.attention = attention
         self.layer_runner = run_blocks
-        self.embed = Matrix(cfg.vocab, cfg.dim, std=1.0)
-        self.blocks = nn.ModuleList(Block(cfg) for _ in range(cfg.layers))
+        block = block_class(cfg)
+        self.embedding_scale = block.embedding_scale(cfg)
+        self.embed = Matrix(cfg.vocab, cfg.dim, std=1 / self.embedding_scale)
+        self.blocks = nn.ModuleList(block(cfg) for _ in range(cfg.layers))
         self.norm = Vector(cfg.dim, "norm")
         self.head = Matrix(cfg.vocab, cfg.dim)
 
@@ -380,7 +405,10 @@ class LLaMA(nn.Module):
 
         The T tokens may be a part of a sequence; positions (T,) or (B, T) says which these are.
         """
-        return embedding(self.embed, tokens)
+        x = embedding(self.embed, tokens)
+        if self.embedding_scale != 1.0:
+            x = x * self.embedding_scale
+        return x
 
     def run_layers(
         self,

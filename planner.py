@@ -276,6 +276,9 @@ class Constraints:
     os: Count = flag(None, "Number of optimizer state shards, a multiple of p. auto: as for --p.")
     strategy: str = flag(
         "", "Set p, g and os by a name: ddp, zero1, zero2, zero3, mics:K or zero1.5:K.")
+    optimizer: str = flag(
+        "adamw", "Optimizer of matrices, a row of optim.OPTIMIZERS. Norms and biases have AdamW, "
+        "unless the row says otherwise.", among=OPTIMIZERS)
     os_layout: str = flag(
         "auto", "Layout of optimizer states: a rank owns whole tensors (inter), or each tensor is "
         "split evenly (intra). auto: intra, if the optimizer allows it.",
@@ -327,7 +330,6 @@ class Constraints:
     gpu_memory: Count = flag(
         None, "Bytes of a GPU that may be used, such as 80G. auto: all.", 2**20, 2**60)
     # fmt: on
-    optimizer: str = "adamw"
     default_tokens: int = 0  # per step, if --batch is auto; batch_choices rounds it
     most_sequences: Count = None  # sequences that the data has
 

@@ -111,6 +111,7 @@ from data import (
     split,
 )
 from model import (
+    BLOCKS,
     MODELS,
     LLaMA,
     ModelConfig,
@@ -122,7 +123,7 @@ from model import (
 )
 from offload import ChunkedLayers
 from ops import IGNORE, accumulation_dtype
-from optim import OPTIMIZERS, check_optimizer
+from optim import OPTIMIZERS, SCHEDULES, check_optimizer
 from pipeline import Pass, Pipeline, keep_stage, max_in_flight, pipeline_order
 from planner import (
     DTYPES,
@@ -162,15 +163,6 @@ from tensor import TensorParallel, check_tensor_parallel, split_model
 EVAL_SEQUENCES = 64  # an evaluation runs at most this many sequences
 MAX_SKIPS = 5  # the run ends after this many non-finite steps in a row
 
-# --schedule -> function of the fraction of the decay that is done. It returns how far the learning
-# rate has fallen: 0 at --lr, 1 at its minimum. With wsd the rate falls as 1 - sqrt(fraction), which
-# Hägele et al. (arXiv 2405.18392) found better than a line. In their runs, a decay of 20 % of the
-# steps, our default, was as good as a cosine
-SCHEDULES = {
-    "cosine": lambda done: 0.5 * (1 - math.cos(math.pi * done)),
-    "constant": lambda done: 0.0,
-    "wsd": math.sqrt,
-}
 DECAY_FRACTION = 0.2  # --decay-steps auto: the decay of wsd as a fraction of the steps
 
 # ---------------------------------------------------------------------------- flags
@@ -190,6 +182,9 @@ class Config(Constraints):
         "auto", "Model to train. auto: tiny on a CPU, 7b on GPUs, or the model that --init "
         "imports.",
         among=("auto", *MODELS), group="model, data and schedule")
+    block: str = flag(
+        "llama", "Class of the model's layers, a row of model.BLOCKS. A resumed run keeps it.",
+        among=BLOCKS)
     init: str = flag(
         "random", "First weights: random, or hf:DIR, a Hugging Face folder of Llama, Mistral, "
         "Qwen2, Qwen2.5 or Qwen3 in safetensors. A resumed run does not need DIR.")
@@ -221,7 +216,7 @@ class Config(Constraints):
         "wsd (warm-up, stable, decay): stays at --lr, and falls in the last --decay-steps. If a "
         "run is resumed before the decay has begun, the decay moves to the end of the new --steps. "
         "After that its end does not change, and further steps stay at the final rate.",
-        among=tuple(SCHEDULES))
+        among=SCHEDULES)
     decay_steps: float | None = flag(
         None, "Steps of the decay of --schedule wsd; below 1, a fraction of --steps. auto: 0.2.",
         0, 2**40)
@@ -286,10 +281,11 @@ class Config(Constraints):
             )
         if self.stop_after:
             duration(self.stop_after)
-        if self.decay_steps is not None and self.schedule != "wsd":
+        if self.decay_steps is not None and not SCHEDULES[self.schedule].stable:
+            stable = " or ".join(name for name in SCHEDULES if SCHEDULES[name].stable)
             raise ValueError(
-                f"--decay-steps {self.decay_steps:g} belongs to --schedule wsd, and the schedule "
-                f"is {self.schedule}. Pass --decay-steps auto, or --schedule wsd"
+                f"--decay-steps {self.decay_steps:g} belongs to --schedule {stable}, and the "
+                f"schedule is {self.schedule}. Pass --decay-steps auto, or --schedule wsd"
             )
         if self.decay_steps is not None and (
             self.decay_steps == 0 or (self.decay_steps > 1 and self.decay_steps % 1)
@@ -462,6 +458,11 @@ def choose_model(cfg: Config, device: torch.device, resumed: checkpoint.Checkpoi
     elif name == "auto" and not source:
         name = "tiny" if device.type == "cpu" else "7b"
     model = hf.model_of(source) if name == "auto" else MODELS[name]
+    if name == "auto" and cfg.block != "llama":
+        raise ValueError(
+            f"--block {cfg.block}: --init hf:DIR brings its own layers. Drop --block, or --init"
+        )
+    model = replace(model, block=cfg.block)
 
     default_lrs = {"tiny": 3e-3, "160m": 6e-4, "auto": 2e-5}
     cfg = replace(
@@ -537,8 +538,8 @@ def lay_out_schedule(cfg: Config, resumed: checkpoint.Checkpoint | None) -> dict
         old = resumed.meta["config"]
         if warmup is None:
             warmup = old["warmup_steps"]
-        moves = cfg.schedule == "wsd" and cfg.steps > start_step
-        if moves and old["schedule"] == "wsd":
+        moves = SCHEDULES[cfg.schedule].stable and cfg.steps > start_step
+        if moves and SCHEDULES[old["schedule"]].stable:
             old_decay = decay_length(old["decay_steps"], old["schedule_steps"])
             began = old["schedule_steps"] - old_decay
             moves = start_step <= began
@@ -562,7 +563,7 @@ def lay_out_schedule(cfg: Config, resumed: checkpoint.Checkpoint | None) -> dict
         )
     earliest = max(warmup, start_step)  # the first step at which the decay may begin
     decay = decay_length(cfg.decay_steps, steps)
-    if cfg.schedule == "wsd" and moves and earliest + decay > steps:
+    if SCHEDULES[cfg.schedule].stable and moves and earliest + decay > steps:
         raise ValueError(
             f"--decay-steps: a decay of {decay} steps that ends with step {steps} would begin at "
             f"step {steps - decay}, which is before step {earliest}, the end of the warm-up or the "
@@ -1390,11 +1391,12 @@ def export(run: Run, states: States, step: int, group: dist.ProcessGroup) -> str
     collective of all ranks.
     """
     cfg = run.cfg
+    exported = OPTIMIZERS[run.plan.optimizer].exported  # the weights, or an average of them
     try:
         hf.export(
             Path(cfg.export),
             run.plan.model,
-            states.full_param,
+            lambda name: states.full_param(name, exported),
             run.plan.dtype,
             run.meta["source"],
             companion_folders(cfg),
@@ -1428,13 +1430,14 @@ def learning_rate(run: Run, step: int) -> float:
     if step < warmup:
         return cfg.lr * (step + 1) / warmup
 
+    schedule = SCHEDULES[cfg.schedule]
     decay = end - warmup
-    if cfg.schedule == "wsd":
+    if schedule.stable:
         decay = decay_length(cfg.decay_steps, end)
     done = 1.0  # fraction of the decay
     if step < end:
         done = max(0, step - (end - decay)) / decay
-    fallen = SCHEDULES[cfg.schedule](done)
+    fallen = schedule.falls(done)
     return cfg.lr * (1 - fallen + fallen * cfg.min_lr)
 
 
