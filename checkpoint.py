@@ -610,7 +610,7 @@ def check_same_model(saved: Checkpoint, model: ModelConfig, may_differ: set[str]
     if wrong:
         raise ValueError(
             f"--resume: {saved.folder} is of another model: {', '.join(wrong)}. A resumed run has "
-            "the checkpoint's model: drop --model, --block, --init and --rope-scaling"
+            "the checkpoint's model: drop --model, --architecture, --init and --rope-scaling"
         )
 
 

@@ -81,7 +81,7 @@ import streams
 import tensor
 import train
 
-# each example adds rows to a table: KERNELS, BLOCKS, OPTIMIZERS or SCHEDULES
+# each example adds rows to a table: KERNELS, ARCHITECTURES, OPTIMIZERS or SCHEDULES
 from examples import alibi, ema, gelu, gemma, local, schedule  # noqa: F401
 from examples.block import ForkBlock
 from examples.muon import muon
@@ -502,8 +502,8 @@ def plan_of(case: dict) -> costs.Plan:
     """Return the plan that a case runs, as the planner would make it."""
     value = SimpleNamespace(**case)
     norms = value.block == "norms"
-    block = value.block if value.block in m.BLOCKS else "llama"
-    model = replace(SIZES[value.model], qkv_bias=norms, qk_norm=norms, block=block)
+    architecture = value.block if value.block in m.ARCHITECTURES else "llama"
+    model = replace(SIZES[value.model], qkv_bias=norms, qk_norm=norms, architecture=architecture)
     micro_batch = BATCH * value.sp * value.tp * value.pp // value.ranks // value.micro
     tokens = micro_batch * SEQ // value.sp
     chunk = min(tokens, tokens // value.chunks + 1)  # so the last chunk is shorter
@@ -562,7 +562,7 @@ class GatedBlock(Block):
         return super().post(x, o * gate, positions)
 
 
-m.BLOCKS["gated"] = GatedBlock
+m.ARCHITECTURES["gated"] = m.Architecture(GatedBlock)
 
 
 def make_run(case: dict, groups: dict, stream_class: type) -> tuple:
@@ -1312,7 +1312,10 @@ EXAMPLES = [
 ]
 
 
-@parametrize("size, block", [("gqa", "plain"), ("mqa", "norms"), ("mha", "fork")])
+@parametrize(
+    "size, block",
+    [("gqa", "plain"), ("mqa", "norms"), ("mha", "fork"), ("gqa", "gemma"), ("mqa", "gelu")],
+)
 def test_model_equals_plain_pytorch(size, block, monkeypatch):
     """The model has Plain's logits, loss and gradients, in one process and without sharding.
 
@@ -1320,9 +1323,9 @@ def test_model_equals_plain_pytorch(size, block, monkeypatch):
     label that is lost.
     """
     norms = block == "norms"
-    monkeypatch.setattr(m, "Block", ForkBlock if block == "fork" else Block)
+    architecture = block if block in m.ARCHITECTURES else "llama"
     monkeypatch.setattr(ops, "LOSS_ELEMENTS", 67 * 7)
-    cfg = replace(SIZES[size], qkv_bias=norms, qk_norm=norms)
+    cfg = replace(SIZES[size], qkv_bias=norms, qk_norm=norms, architecture=architecture)
     model, plain = m.LLaMA(cfg).double(), Plain(cfg, block, "cpu")
     model.load_state_dict(plain.weights())
 

@@ -111,7 +111,7 @@ from data import (
     split,
 )
 from model import (
-    BLOCKS,
+    ARCHITECTURES,
     MODELS,
     LLaMA,
     ModelConfig,
@@ -182,9 +182,9 @@ class Config(Constraints):
         "auto", "Model to train. auto: tiny on a CPU, 7b on GPUs, or the model that --init "
         "imports.",
         among=("auto", *MODELS), group="model, data and schedule")
-    block: str = flag(
-        "llama", "Class of the model's layers, a row of model.BLOCKS. A resumed run keeps it.",
-        among=BLOCKS)
+    architecture: str = flag(
+        "llama", "Classes of the model and of its layers, a row of model.ARCHITECTURES. --model says "
+        "their sizes. A resumed run keeps it.", among=ARCHITECTURES)
     init: str = flag(
         "random", "First weights: random, or hf:DIR, a Hugging Face folder of Llama, Mistral, "
         "Qwen2, Qwen2.5 or Qwen3 in safetensors. A resumed run does not need DIR.")
@@ -399,6 +399,11 @@ class Run:
     read_weights: Callable | None = None  # of an import
 
     @property
+    def labels_ahead(self) -> int:
+        """Return the number of labels per token."""
+        return LLaMA.class_of(self.plan.model).labels_ahead
+
+    @property
     def coordinates(self) -> Coordinates:
         plan = self.plan
         indices = np.unravel_index(self.rank, (plan.pp, plan.dp, plan.sp, plan.tp))
@@ -458,11 +463,12 @@ def choose_model(cfg: Config, device: torch.device, resumed: checkpoint.Checkpoi
     elif name == "auto" and not source:
         name = "tiny" if device.type == "cpu" else "7b"
     model = hf.model_of(source) if name == "auto" else MODELS[name]
-    if name == "auto" and cfg.block != "llama":
+    if name == "auto" and cfg.architecture != "llama":
         raise ValueError(
-            f"--block {cfg.block}: --init hf:DIR brings its own layers. Drop --block, or --init"
+            f"--architecture {cfg.architecture}: --init hf:DIR brings its own layers. Drop "
+            "--architecture, or --init"
         )
-    model = replace(model, block=cfg.block)
+    model = replace(model, architecture=cfg.architecture)
 
     default_lrs = {"tiny": 3e-3, "160m": 6e-4, "auto": 2e-5}
     cfg = replace(
@@ -622,11 +628,12 @@ def open_data(cfg: Config, model: ModelConfig) -> tuple:
             "with each batch's documents. Pass --memplan off, or --document-token -1"
         )
 
+    ahead = LLaMA.class_of(model).labels_ahead
+
     def read():
         check_tokens(corpora, model.vocab, dist.get_rank(), dist.get_world_size(), with_documents)
         pairs = [
-            split(corpus, val_corpus, cfg.seq, cfg.seed, LLaMA.labels_ahead)
-            for corpus, val_corpus in opened
+            split(corpus, val_corpus, cfg.seq, cfg.seed, ahead) for corpus, val_corpus in opened
         ]
         shares = tuple(block_shares(sources))
         training, validation = (Mixture(sequences, shares) for sequences in zip(*pairs))
@@ -1183,7 +1190,7 @@ def load_batch(run: Run, first: int, read: Callable | None = None, count: int = 
     If this rank cannot read a file, Batch.read_error says why, and the missing labels are IGNORE.
     A collective of all ranks.
     """
-    plan, ahead = run.plan, LLaMA.labels_ahead
+    plan, ahead = run.plan, run.labels_ahead
     rank_count = (count or plan.batch) // plan.dp  # b
     rank_first = first + run.coordinates.data_rank * rank_count
     numbers = range(rank_first, rank_first + rank_count)
@@ -1217,7 +1224,7 @@ def read_windows(run: Run, numbers: range, read: Callable) -> tuple[Tensor, Tens
     counts    the same shape: whether a token counts as a label; False where there is no token
     error     why a sequence could not be read, or ""
     """
-    windows = torch.full((len(numbers), run.plan.seq + LLaMA.labels_ahead), IGNORE)
+    windows = torch.full((len(numbers), run.plan.seq + run.labels_ahead), IGNORE)
     counts = torch.zeros(windows.shape, dtype=torch.bool)
     try:
         for i, number in enumerate(numbers):
@@ -1246,7 +1253,7 @@ def make_labels(run: Run, windows: Tensor, counts: Tensor, own_tokens: Tensor) -
         tokens   5   6   0        3        7   8
         labels   6   0   IGNORE   IGNORE   8   ...
     """
-    ahead = LLaMA.labels_ahead
+    ahead = run.labels_ahead
     labels = torch.stack([windows[:, own_tokens + 1 + i] for i in range(ahead)], -1)
     label_counts = torch.stack([counts[:, own_tokens + 1 + i] for i in range(ahead)], -1)
     # whether the token itself, or one between it and its label i, ends a document
@@ -1357,7 +1364,7 @@ def evaluate(run: Run, model: LLaMA | Pipeline, stop: "Stop") -> dict:
             return {}
         [(tokens, labels, _, positions, documents)] = batch.micro_batches()
         losses = model(tokens, labels, None, positions, documents, per_token=True)  # (B, n)
-        valid = (labels if LLaMA.labels_ahead == 1 else labels[..., 0]) != IGNORE
+        valid = (labels if run.labels_ahead == 1 else labels[..., 0]) != IGNORE
         both = torch.stack([losses, valid], -1).double()  # (B, n, 2)
 
         # a position's bin is the number of its binary digits: 0 -> 0, 1 -> 1, 2 and 3 -> 2, ...

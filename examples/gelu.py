@@ -1,44 +1,35 @@
-"""Change the activation of the MLP: GELU instead of SwiGLU, gated or not gated.
+"""Change the activation of the MLP, which is an ops.Prologue: GELU instead of SwiGLU.
 
-The MLP is y = W_down a. Its input a is
+    llama    a = silu(gate) * up    a is the input of the matrix `down`
+    geglu    a = gelu(gate) * up    gated: all matrices keep their shapes
+    gelu     a = gelu(up)           not gated: `gate_up` has F rows instead of 2 F
 
-    llama    silu(gate) * up
-    geglu    gelu(gate) * up    gated: all matrices keep their shapes
-    gelu     gelu(up)           not gated: `gate_up` has F rows instead of 2 F
-
-An activation is an ops.Prologue: autograd saves its inputs only, and backward computes `a` again,
-together with the gradients of these inputs. GELU is the approximation by tanh that Gemma has.
-
-To switch it on, write `import examples.gelu` in train.py, below its other imports, and pass `--block
-geglu` or `--block gelu`. Sharding, token chunks, and sequence, tensor and pipeline parallelism
-follow. What does not follow: `--init hf:DIR` and `--export` are refused, because the families that
-hf.py knows have SwiGLU; and predictions count SwiGLU's tensors, which for `gelu` is too much.
+To switch it on, write `import examples.gelu` in train.py, below its other imports, and pass
+`--architecture gelu` or `--architecture geglu`. Token chunks and all kinds of parallelism follow. `--init hf:DIR`
+and `--export` are refused, because hf.py knows SwiGLU only. The planner counts SwiGLU's tensors and
+seconds, which for `gelu` is too much.
 """
 
 import functools
 
 import torch
-import torch.nn.functional as F
 
-from model import BLOCKS, Block, Matrix
+from model import ARCHITECTURES, Architecture, Block, Matrix
 from ops import Prologue, accumulation_dtype, compiled, project
 
-gelu = functools.partial(F.gelu, approximate="tanh")
+gelu = torch.nn.GELU("tanh")
 gelu_gradient = functools.partial(torch.ops.aten.gelu_backward, approximate="tanh")
 
 
 @compiled
-def geglu_forward(gate_up):
-    """Return gelu(gate) * up (..., F) of gate|up (..., 2F)."""
+def geglu_forward(gate_up):  # gate|up (..., 2F) -> a (..., F)
     gate, up = gate_up.to(accumulation_dtype(gate_up.dtype)).chunk(2, -1)
     return (gelu(gate) * up).to(gate_up.dtype)
 
 
 @compiled
-def geglu_backward(da, gate_up):
-    """Return a (..., F), computed again, and the gradient of gate|up (..., 2F)."""
-    wide = accumulation_dtype(da.dtype)
-    gate, up = gate_up.to(wide).chunk(2, -1)
+def geglu_backward(da, gate_up):  # -> a, computed again, and the gradient of gate|up
+    gate, up = gate_up.to(accumulation_dtype(da.dtype)).chunk(2, -1)
     activated = gelu(gate)
     dgate_up = torch.cat((gelu_gradient(da * up, gate), da * activated), -1)
     return (activated * up).to(da.dtype), dgate_up.to(da.dtype)
@@ -62,7 +53,7 @@ class GeluBlock(GegluBlock):
 
     def __init__(self, cfg):
         super().__init__(cfg)
-        self.gate_up = Matrix(cfg.ffn, cfg.dim, cut="rows")  # only `up`
+        self.gate_up = Matrix(cfg.ffn, cfg.dim, cut="rows")
 
 
-BLOCKS |= {"geglu": GegluBlock, "gelu": GeluBlock}
+ARCHITECTURES |= {"geglu": Architecture(GegluBlock), "gelu": Architecture(GeluBlock)}

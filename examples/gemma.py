@@ -7,7 +7,7 @@
 A norm multiplies by its weight, which starts at 1. Gemma's files hold the weight minus 1. Both train
 alike, because norms have no weight decay.
 
-To switch it on, write `import examples.gemma` in train.py, below its other imports, and pass `--block
+To switch it on, write `import examples.gemma` in train.py, below its other imports, and pass `--architecture
 gemma`. Sharding, token chunks, and sequence, tensor and pipeline parallelism follow. Autograd saves
 two more tensors (B, T, C) per layer, the inputs of the two new norms, and the planner counts them.
 `--init hf:DIR` and `--export` are refused, because hf.py knows no family with these norms.
@@ -17,7 +17,7 @@ logits (that is LLaMA.apply_head). Local and global layers in turn are examples/
 """
 
 from examples.gelu import GEGLU
-from model import BLOCKS, Block, Vector
+from model import ARCHITECTURES, Architecture, Block, LLaMA, Vector
 from ops import project, rms_norm
 
 
@@ -27,10 +27,6 @@ class GemmaBlock(Block):
         self.attention_norm = Vector(cfg.dim, "norm")  # of what attention adds to x
         self.mlp_norm = Vector(cfg.dim, "norm")  # of what the MLP adds to h
 
-    @staticmethod
-    def embedding_scale(cfg):
-        return cfg.dim**0.5
-
     def post(self, x, o, positions):
         eps = self.cfg.norm_eps
         h = x + rms_norm(self.out(o.flatten(2)), self.attention_norm.weight, eps)
@@ -38,4 +34,13 @@ class GemmaBlock(Block):
         return h + rms_norm(project(self.down, GEGLU, gate_up), self.mlp_norm.weight, eps)
 
 
-BLOCKS["gemma"] = GemmaBlock
+class Gemma(LLaMA):
+    def __init__(self, cfg, *args):
+        super().__init__(cfg, *args)
+        self.embed.std = cfg.dim**-0.5
+
+    def embed_tokens(self, tokens, positions):
+        return super().embed_tokens(tokens, positions) * self.cfg.dim**0.5
+
+
+ARCHITECTURES["gemma"] = Architecture(GemmaBlock, Gemma)
