@@ -313,14 +313,18 @@ def test_linear_schedules_have_their_closed_form():
 
 
 @slow
-def test_a_layer_is_part_of_the_model(tmp_path):
+def test_what_an_example_cannot_do_is_refused(tmp_path):
     """A checkpoint knows its layers. Imports, exports and resumes with others are refused by name.
 
-    Catches weights that fit into another layer and would train on in it without an error.
+    So are an average that begins in the middle of a run, and documents for a kernel that ignores
+    them. Catches weights that fit into another layer and would train on in it without an error.
     """
     main(f"--architecture geglu --steps 1 --out {tmp_path}/o")
     refused = {
         f"--resume --architecture llama --steps 2 --out {tmp_path}/o": r"architecture geglu \(here llama\)",
+        f"--resume --optimizer ema --steps 2 --out {tmp_path}/o": "not hold ema.*Drop .*--optimizer",
+        f"--attention local --document-token 9 --out {tmp_path}/a": "local takes no documents",
+        f"--attention local --out {tmp_path}/a --export {tmp_path}/e": "compute --attention local",
         f"--architecture gemma --init hf:{tmp_path} --out {tmp_path}/a": "--architecture gemma: .*own layers",
         f"--architecture geglu --out {tmp_path}/a --export {tmp_path}/e": "no key for architecture='geglu'",
         f"--architecture gelu2 --out {tmp_path}/a": "--architecture gelu2: choose one of llama, .*geglu",
