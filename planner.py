@@ -287,6 +287,10 @@ class Constraints:
         "auto", "Where optimizer states lie. From the host they stream through the GPU during the "
         "next forward. auto: the faster place that fits, on a tie the GPU.",
         among=("auto", "gpu", "host"))
+    moments: str = flag(
+        "fp32", "Dtype of AdamW's two moments of a matrix. bf16 takes 4 bytes per parameter less, "
+        "and rounds them stochastically. Either kind resumes from the other.",
+        among=("fp32", "bf16"))
     overlap: str = flag(
         ",".join(OVERLAP_CHOICES), "What overlaps with computation: a list of names, or none. "
         "param_gather: parameters before their use. grad_scatter: gradients to their shards. "
@@ -339,6 +343,20 @@ class Constraints:
         if self.document_token is None:
             return bool(self.tokenizer)
         return self.document_token >= 0
+
+    @property
+    def matrix_optimizer(self) -> str:
+        """Return the row of optim.OPTIMIZERS for matrices. Raises ValueError."""
+        if self.optimizer == "adamw-bf16":  # one way to say it
+            raise ValueError("--optimizer adamw-bf16: say --optimizer adamw --moments bf16")
+        if self.moments == "fp32":
+            return self.optimizer
+        if self.optimizer != "adamw":
+            raise ValueError(
+                f"--moments {self.moments}: only AdamW has these moments, and the optimizer is "
+                f"{self.optimizer}. Drop --moments"
+            )
+        return f"adamw-{self.moments}"
 
     @property
     def overlaps(self) -> tuple[str, ...]:
@@ -839,7 +857,7 @@ def state_choices(c, plan, exhaustive=True):
         if c.p or c.g or c.os:
             raise ValueError(f"--strategy {c.strategy} sets all factors. Drop --p, --g and --os")
         c = replace(c, **asdict(parse_strategy(c.strategy, world)))
-    whole = OPTIMIZERS[c.optimizer].whole  # a rank updates whole matrices
+    whole = OPTIMIZERS[c.matrix_optimizer].whole  # a rank updates whole matrices
 
     def why_not(p, g, os):
         if whole and (plan.tp > 1 or p > 1 or c.os_layout == "intra"):
@@ -1155,7 +1173,7 @@ def shapes(c, model, hardware, exhaustive=False):
         hardware.ranks,
         hardware.per_node,
         c.seq,
-        optimizer=c.optimizer,
+        optimizer=c.matrix_optimizer,
         overlap=c.overlaps,
         tp_mode=c.tp_mode,
     )
@@ -1535,12 +1553,9 @@ def figures(plan: Plan, hardware: Hardware) -> dict:
 def command(plan: Plan, asked) -> str:
     """Return the command that runs a plan, to be started on each node. It repeats all flags that
     were asked for. asked: the flags of a program, with a model."""
-    values = (
-        vars(asked)
-        | vars(plan)
-        | asdict(plan.factors)
-        | {"overlap": ",".join(plan.overlap) or "none", "strategy": "", "dtype": asked.dtype}
-    )
+    values = vars(asked) | vars(plan) | asdict(plan.factors)
+    values |= {"overlap": ",".join(plan.overlap) or "none", "strategy": ""}
+    values |= {"dtype": asked.dtype, "optimizer": asked.optimizer}  # as flags spell them
     if plan.recompute == "auto":
         values["recompute"] = asked.recompute
     if values["recompute"] != "auto":

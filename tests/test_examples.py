@@ -20,6 +20,7 @@ import costs
 import examples
 import model
 import optim
+import planner
 import train
 from examples import ema
 from helpers import hf_model
@@ -286,6 +287,23 @@ def test_a_state_that_does_not_exist_is_refused(group):
     for name in ("embed.weight", "norm.weight"):
         with raises(ValueError, match=f"{name} has no state 'ema', but master, exp_avg, exp_avg_"):
             states.full_param(name, "ema")
+
+
+@parametrize("flags", ["", "--moments bf16", "--optimizer muon", "--optimizer ema"])
+def test_a_planned_command_has_the_optimizer(flags):
+    """The command that a plan prints runs this plan, with its optimizer.
+
+    Catches flags that train.py refuses together, and an optimizer that has a second name.
+    """
+    asked = planner.PlannerFlags(model="tiny", ranks=2, batch=2)
+    asked = replace(asked, **train.parse(flags.split()))
+    plan = planner.shapes(asked, model.MODELS["tiny"], planner.Hardware(2, 2, None))[0]
+    _, _, command = planner.command(plan, asked).partition("train.py ")
+    again = train.Config(**train.parse(command.split()))
+    assert again.matrix_optimizer == asked.matrix_optimizer == plan.optimizer
+    assert flags in command
+    with raises(ValueError, match="--optimizer adamw-bf16: say --optimizer adamw --moments bf16"):
+        _ = planner.Constraints(optimizer="adamw-bf16").matrix_optimizer
 
 
 # ---------------------------------------------------------------------------- schedules
