@@ -1,6 +1,6 @@
 """Train a language model on one device or on many, under a plan that a planner chooses.
 
-    python train.py                                   a laptop: a tiny model on Python's own sources
+    python train.py                                   a laptop: a tiny model on Python sources
     torchrun --nproc_per_node 8 train.py --model 7b   one process (a rank) per GPU, the same code
     python train.py --help                            every flag
 
@@ -98,6 +98,7 @@ from attention import (
 from data import (
     Mixture,
     block_shares,
+    built_in_notes,
     check_apart,
     check_same_ids,
     check_tokens,
@@ -172,6 +173,9 @@ SCHEDULES = {
     "wsd": math.sqrt,
 }
 DECAY_FRACTION = 0.2  # --decay-steps auto: the decay of wsd as a fraction of the steps
+# --warmup auto: a quarter of the steps within these limits. With fewer steps than the lower one,
+# the first rates would be so high that the loss of a large model rises
+WARMUP_LIMITS = 20, 500
 
 # ---------------------------------------------------------------------------- flags
 
@@ -198,9 +202,10 @@ class Config(Constraints):
         "linear:FACTOR, llama3:FACTOR and yarn:FACTOR multiply the length that it reaches; a model "
         "that has one of these kinds keeps that kind. theta:BASE sets another base.")
     data: str = flag(
-        "stdlib", "Training data: stdlib (the sources of Python's library), a text file, a .bin "
-        "file of token ids, or a folder of texts or of .bin files, of which val.bin is for "
-        "validation. A list such as a.bin:0.7,b.bin:0.3 mixes several of them by weight. Without "
+        "transformers", "Training data: transformers (8 MB of Python files of that package, which "
+        "are the same for everybody), stdlib (the Python files of this Python's library), a text "
+        "file, a .bin file of token ids, or a folder of texts or of .bin files, of which val.bin "
+        "is for validation. A list such as a.bin:0.7,b.bin:0.3 mixes several by weight. Without "
         "--tokenizer the bytes of a text are its tokens. FILE.bin.json says what FILE.bin holds: "
         '{"token_bytes": 4, "document_token": 2, "ignore": 0} means that ids have 4 bytes, that '
         "token 2 ends documents, and that token 0 is never a label.")
@@ -217,7 +222,8 @@ class Config(Constraints):
         "3e-4.", 0, 1e30)
     schedule: str = flag(
         "cosine", "Learning rate after the warm-up. cosine: falls until the --steps of the first "
-        "command; a resumed run with more steps stays at the final rate. constant: stays at --lr. "
+        "command; a resumed run with more steps stays at the final rate, but if the first command "
+        "ended inside its warm-up, the rate falls until the new --steps. constant: stays at --lr. "
         "wsd (warm-up, stable, decay): stays at --lr, and falls in the last --decay-steps. If a "
         "run is resumed before the decay has begun, the decay moves to the end of the new --steps. "
         "After that its end does not change, and further steps stay at the final rate.",
@@ -228,8 +234,10 @@ class Config(Constraints):
     min_lr: float = flag(
         0.1, "Final learning rate of a decay, as a fraction of --lr.", 0, 1)
     warmup: int | None = flag(
-        None, "Steps of linear warm-up. auto: a quarter of the first command's --steps, at most "
-        "500.", 0, 2**40)
+        None, "Steps of linear warm-up, during which the learning rate rises to --lr. auto: a "
+        "quarter of the first command's --steps, but at least 20 and at most 500. So a run of up "
+        "to 20 steps ends inside its warm-up, unless --schedule wsd leaves fewer steps for it.",
+        0, 2**40)
     weight_decay: float = flag(0.1, "Weight decay of matrices. Norms and biases have none.", 0)
     clip: float = flag(
         1.0, "Largest global norm of the gradient. A larger gradient is scaled down to it. "
@@ -517,10 +525,14 @@ def lay_out_schedule(cfg: Config, resumed: checkpoint.Checkpoint | None) -> dict
     """Return the steps of the warm-up and of the whole schedule, as meta.json records them.
 
     A run's first command decides both, so that other --steps on resume cause no jump in the
-    learning rate. There is one exception. Before the decay of wsd begins, the rate does not depend
-    on the end of the schedule. So the end moves to the new --steps, also if the run changes to wsd
-    from another schedule. A resumed command may also set another --warmup. Example: a run has
-    begun with --schedule wsd --steps 100 --decay-steps 20.
+    learning rate. There are two exceptions, in which the rate has not depended on the end of the
+    schedule so far. Then the end moves to the new --steps:
+
+        The decay of wsd has not begun, or the run changes to wsd from another schedule.
+        The first command had so few steps that it ended inside its warm-up, and now there are more.
+
+    A resumed command may also set another --warmup. Example: a run has begun with --schedule wsd
+    --steps 100 --decay-steps 20.
 
         resumed at   with --steps   the decay
         60           200            begins at step 180
@@ -548,26 +560,37 @@ def lay_out_schedule(cfg: Config, resumed: checkpoint.Checkpoint | None) -> dict
                     f"and its decay of {old_decay} steps began at step {began}. Drop "
                     "--decay-steps, or resume a checkpoint from before the decay"
                 )
+        only_warmed_up = old["schedule_steps"] <= old["warmup_steps"]
+        if only_warmed_up and cfg.steps > old["schedule_steps"]:
+            moves = True
         if not moves:
             steps = old["schedule_steps"]
+
+    decay = decay_length(cfg.decay_steps, steps)
     if warmup is None:
-        warmup = min(steps // 4, 500)
+        least, most = WARMUP_LIMITS
+        warmup = min(max(steps // 4, least), most)
+        if cfg.schedule == "wsd":  # the decay needs its steps, also in a short run
+            warmup = min(warmup, max(0, steps - decay))
     if not cfg.steps > start_step:  # nothing is trained
         return {"warmup_steps": warmup, "schedule_steps": steps}
 
-    if warmup > steps:
+    if cfg.warmup is not None and warmup > steps:
         raise ValueError(
             f"--warmup {warmup} is longer than the {steps} steps of the schedule. Choose at most "
             f"--warmup {steps}"
         )
     earliest = max(warmup, start_step)  # the first step at which the decay may begin
-    decay = decay_length(cfg.decay_steps, steps)
     if cfg.schedule == "wsd" and moves and earliest + decay > steps:
+        remedies = []
+        if steps > earliest:
+            remedies.append(f"at most --decay-steps {steps - earliest}")
+        if warmup > start_step and steps - decay >= start_step:
+            remedies.append(f"at most --warmup {steps - decay}")
         raise ValueError(
             f"--decay-steps: a decay of {decay} steps that ends with step {steps} would begin at "
             f"step {steps - decay}, which is before step {earliest}, the end of the warm-up or the "
-            f"start of this command. Choose at most --decay-steps {steps - earliest}, or more "
-            "--steps"
+            f"start of this command. Choose {', '.join([*remedies, 'or more --steps'])}"
         )
     return {"warmup_steps": warmup, "schedule_steps": steps}
 
@@ -823,6 +846,8 @@ def print_run(run: Run, plans: list[costs.Plan]) -> None:
     elif any(file.document_token not in (None, -1) for file in files):
         documents = "; attention crosses documents, because --document-token is -1"
     print0(f"data {cfg.data}: {describe_sources(run, range(len(run.training.sources)))}{documents}")
+    for note in built_in_notes(source.path for source in parse_mixture(cfg.data)):
+        print0(note)
     print_mixture(run)
     print_plan(run, plans[1:] if cfg.dry_run else plans[1:2])
 
