@@ -49,7 +49,7 @@ rank, B sequences per micro-batch, b = M * B sequences per rank, T tokens per se
 on a rank, and n of these between matrix products: T/sp, or T/sp/tp if the tensor-parallel mode
 splits tokens.
 
-Left out: generation.
+Left out: generation, which is sample.py's work.
 """
 
 import contextlib
@@ -803,7 +803,12 @@ def configure(command_flags: dict, local_rank: int) -> Run:
         validation=validation,
         start_step=start_step,
         start_samples=start_samples,
-        meta={"config": config, "model": asdict(model), "source": source},
+        meta={
+            "config": config,
+            "model": asdict(model),
+            "source": source,
+            "bytes_are_tokens": not cfg.tokenizer and reads_text(training),
+        },
         resumed=resumed,
         read_weights=read_weights,
     )
@@ -850,6 +855,12 @@ def print_run(run: Run, plans: list[costs.Plan]) -> None:
         print0(note)
     print_mixture(run)
     print_plan(run, plans[1:] if cfg.dry_run else plans[1:2])
+
+
+def reads_text(training: Mixture) -> bool:
+    """Return whether all data are text, whose bytes are the tokens."""
+    files = [file for source in training.sources for file in source.corpus.files]
+    return all(file.is_text for file in files)
 
 
 def describe_sources(run: Run, numbers: Iterable[int]) -> str:
