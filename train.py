@@ -16,19 +16,22 @@ gradients and optimizer states (p, g, os), which activations stay on the GPU, an
 
 For example, `python train.py --device cpu --seq 64 --batch 4 --steps 4` prints (shortened)
 
-    model: 1,869,504 parameters, 1.15e+07 FLOPs per token causal, 1.18e+07 full, at 64 tokens; ...
-    data stdlib: 14,399,194 tokens, 213,738 training and 11,249 validation sequences
-    plan: tp: 1; pp: 1; sp: 1; ring: 1; head groups: 1; batch: 1 x 1 x 4; states: p=1 g=1 os=1 ...
-    step 1/4 loss 5.9710 grad 5.190 lr 3.00e-03 TGS 839 0.31 s left 0:00:01
+    model: 1,869,504 parameters, on CPU, with attention kernel cpu. A token costs 1.15e+07 FLOPs ...
+    data transformers: 7,979,036 tokens, 118,439 training and 6,233 validation sequences
+    plan: a step is 1 data-parallel rank x 1 micro-batch x 4 sequences; model states are not ...
+    step 1/4 loss 6.0963 grad 6.336 lr 1.50e-04 TGS 3,140 0.08 s left 0:00:00
     ...
-    step 4/4 loss 3.5962 grad 1.967 lr 9.75e-04 TGS 1,840 0.14 s left 0:00:00 val_loss 3.0179
+    step 4/4 loss 4.6575 grad 3.169 lr 6.00e-04 TGS 2,460 0.10 s left 0:00:00 val_loss 4.3319
     saved out/step-00000004
+    Open out/loss.png for the losses of all steps. out/log.jsonl lists them
+    To read what the model writes: python sample.py out
+    To train on: python train.py --out out --resume --steps 8
 
 FLOPs "causal" count the half of attention's query-key pairs that a causal mask keeps, and "full"
-counts all pairs. `planner.choices` makes the plan line, and `print_plan` explains it. A step's line
-has its mean loss, the gradient's global norm before clipping, the learning rate, the tokens per GPU
-per second (TGS), the seconds of the step, and the time left. OUT/log.jsonl has the same numbers and
-more, one row per step.
+counts all pairs. `planner.choices` makes the plan line, and on a GPU `print_plan` explains it. A
+step's line has its mean loss, the gradient's global norm before clipping, the learning rate, the
+tokens per GPU per second (TGS), the seconds of the step, and the time left. OUT/log.jsonl has the
+same numbers and more, one row per step.
 
 SIGTERM, SIGINT, SIGHUP, SIGUSR1 or SIGUSR2 lets the run finish its step and save (checkpoint.py),
 and so does --stop-after when the time is nearly over. An evaluation is broken off. A run that has
@@ -60,6 +63,7 @@ import math
 import os
 import re
 import resource
+import shlex
 import signal
 import sys
 import tempfile
@@ -825,13 +829,13 @@ def print_run(run: Run, plans: list[costs.Plan]) -> None:
         for name, field in flags_of(cfg).items()
         if getattr(cfg, name) != field.default
     ]
-    print0("config:", *not_default)
+    print0("flags that differ from their defaults:", *not_default)
 
     causal, full = flops_per_token(model, cfg.seq)
     print0(
-        f"model: {param_count(model):,} parameters, {causal:.3g} FLOPs per token causal, "
-        f"{full:.3g} full, at {cfg.seq:,} tokens; on {device_name(run.device)}, with attention "
-        f"kernel {run.kernel}"
+        f"model: {param_count(model):,} parameters, on {device_name(run.device)}, with attention "
+        f"kernel {run.kernel}. A token costs {causal:.3g} FLOPs if attention counts each token's "
+        f"earlier tokens (causal), {full:.3g} if it counts all tokens of a sequence (full)"
     )
     if cfg.seq > model.max_positions:
         print0(
@@ -890,13 +894,56 @@ def print_mixture(run: Run) -> None:
         )
 
 
+def plan_in_words(plan: costs.Plan) -> str:
+    """Return the choices of a plan in one line. A way to split the model is left out if one rank
+    does it all.
+
+    Example: a step is 1 data-parallel rank x 1 micro-batch x 16 sequences; model states are not
+    sharded; activations: keep all
+    """
+
+    def counted(count: int, noun: str, plural: str) -> str:
+        return f"{count} {noun if count == 1 else plural}"
+
+    chosen = planner.choices(plan)
+    factors = [
+        counted(plan.dp, "data-parallel rank", "data-parallel ranks"),
+        counted(plan.micro_batches, "micro-batch", "micro-batches"),
+        counted(plan.micro_batch, "sequence", "sequences"),
+    ]
+    parts = [f"a step is {' x '.join(factors)}"]
+    for name in ("tp", "pp", "sp", "ring", "head groups"):
+        if chosen[name] != "1":
+            parts.append(f"{planner.TITLES[name]}: {chosen[name]}")
+    if plan.factors == costs.Factors(1, 1, 1) and plan.os_place == "gpu":
+        parts.append("model states are not sharded")
+    else:
+        parts.append(
+            f"shards of parameters (p), gradients (g), optimizer states (os): {chosen['states']}"
+        )
+    return "; ".join([*parts, f"activations: {chosen['activations']}"])
+
+
+def print_legend(run: Run) -> None:
+    """Print how to read the line of a step."""
+    unit = "GPU" if run.device.type == "cuda" else "rank"
+    text = (
+        "A step's line has its loss in nats per token, the gradient's norm before clipping, the "
+        f"learning rate, TGS (tokens per {unit} per second), "
+    )
+    if run.hardware.profile.peak_flops:
+        text += "MFU (model FLOPs as a fraction of the GPU's peak), "
+    text += "its seconds, and the time left."
+    if not (run.resumed or run.read_weights):
+        vocab = run.plan.model.vocab
+        text += f" The first loss is near ln {vocab} = {math.log(vocab):.1f}, as if by guessing"
+    print0(text)
+
+
 def print_plan(run: Run, other_plans: Sequence[costs.Plan] = ()) -> None:
     """Print what the plan chooses. On a GPU or in a dry run, also print the predicted time and
     memory of this plan and of others."""
-    print0(
-        f"plan: {planner.in_words(run.plan)} (batch: data-parallel ranks x micro-batches per rank "
-        "x sequences per micro-batch)"
-    )
+    print0(f"plan: {plan_in_words(run.plan)}")
     if run.device.type == "cuda" or run.cfg.dry_run:
         print0(planner.describe_plans([run.plan, *other_plans], run.hardware))
 
@@ -1800,6 +1847,8 @@ def train(
             log_row(log, {"step": state.step} | evaluation, f"step {state.step}")
         state.stop_reason = stop.reason
 
+    if state.step < cfg.steps and not state.stop_reason:
+        print_legend(run)
     progress = start_progress_thread(run, states)
     signals.begin_training()  # only now, because until here a signal may simply end the run
     if state.step < cfg.steps and not state.stop_reason:
@@ -1880,7 +1929,30 @@ def train(
     close_log(run, log, draw=not stop.reason)
     if cfg.export and state.step >= cfg.steps and state.skips_in_a_row < MAX_SKIPS:
         state.export_failed = export(run, states, state.step, saver.group)
-    return state.failure or saver.failed or state.export_failed
+    failure = state.failure or saver.failed or state.export_failed
+    if not failure and state.step > run.start_step:
+        print0(next_steps(run, state, drawn=not stop.reason))
+    return failure
+
+
+def next_steps(run: Run, state: LoopState, drawn: bool) -> str:
+    """Return the last lines of a run: what to open, and what to try next. drawn: whether the run
+    has drawn its losses."""
+    cfg, out = run.cfg, shlex.quote(run.cfg.out)
+    lines = []
+    if drawn:
+        lines.append(f"Open {out}/loss.png for the losses of all steps. {out}/log.jsonl lists them")
+
+    if state.last_saved_step == state.step:
+        knows_tokens = run.meta["bytes_are_tokens"] or cfg.tokenizer or cfg.import_folder
+        tokenizer = "" if knows_tokens else " --tokenizer DIR"
+        lines.append(f"To read what the model writes: python sample.py {out}{tokenizer}")
+        command = f"python train.py --out {out}"
+        if run.plan.ranks > 1:
+            command = "the same torchrun command with"
+        steps = f" --steps {2 * cfg.steps}" if state.step == cfg.steps else ""
+        lines.append(f"To train on: {command} --resume{steps}")
+    return "\n".join(lines)
 
 
 # ---------------------------------------------------------------------------- the program

@@ -5,6 +5,7 @@ Its greedy texts are compared with those of transformers. What cannot be read is
 
 import io
 import os
+import shlex
 import subprocess
 import sys
 from contextlib import redirect_stdout
@@ -16,6 +17,7 @@ from pytest import raises
 
 import checkpoint
 import sample
+import train
 from helpers import edit_meta, hf_model, make_tokenizer
 from test_all import ROOT, main, parametrize, run, slow
 
@@ -309,3 +311,16 @@ def test_sample_as_a_program(folders):
     done = subprocess.run(program, cwd=folders, stdout=writer, stderr=subprocess.PIPE)
     os.close(writer)
     assert done.returncode == 0 and b"Error" not in done.stderr
+
+
+def test_make_train_ends_with_a_text():
+    """`make train` trains, and then samples what it has trained. Both commands parse.
+
+    Catches a first run that ends with a word such as "saved".
+    """
+    lines = (ROOT / "Makefile").read_text().splitlines()
+    commands = [line.split() for line in lines if line.startswith("\t.venv/bin/python ")]
+    (trains,) = [words[2:] for words in commands if words[1] == "train.py"]
+    (samples,) = [words[2:] for words in commands if words[1] == "sample.py"]
+    flags = sample.make_parser().parse_args(shlex.split(" ".join(samples)))
+    assert flags.folder == train.parse(trains)["out"] and flags.tokens == 200

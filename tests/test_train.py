@@ -61,6 +61,52 @@ def test_log_checkpoint_and_evaluation(tmp_path, capsys):
     assert (out / "earlier-1" / "step-00000007" / "meta.json").exists()
 
 
+def test_last_lines_say_what_to_open_and_try(tmp_path, capsys):
+    """The last lines of a run name its picture, and commands that can be copied.
+
+    A line is left out if there is nothing to open: a run without a checkpoint, or one that only
+    evaluates. Catches a command that does not exist, and a file that was not written.
+    """
+
+    def last_lines(flags: str) -> list[str]:
+        main(f"--steps 2 --out {tmp_path}/o {flags}")
+        lines = capsys.readouterr().out.splitlines()
+        (end,) = [i for i, line in enumerate(lines) if line.startswith("step 2/2 ")] or [-1]
+        return [line for line in lines[end + 1 :] if not line.startswith("saved ")]
+
+    picture, read, train_on = last_lines("")
+    assert picture.startswith(f"Open {tmp_path}/o/loss.png") and (tmp_path / "o/loss.png").exists()
+    assert read.partition(": python sample.py ")[2] == f"{tmp_path}/o"
+    flags = train_on.partition(": python train.py ")[2].split()
+    assert train.parse(flags) == {"out": f"{tmp_path}/o", "resume": "latest", "steps": 4}
+    train.main(flags)
+    assert "step 4/4" in capsys.readouterr().out
+
+    ids = ids_without_spaces(tmp_path / "a.bin")
+    assert last_lines(f"--data {ids}")[1].endswith(f"sample.py {tmp_path}/o --tokenizer DIR")
+    (picture,) = last_lines("--save-every -1")
+    assert "loss.png" in picture
+    assert "Open " not in "".join(last_lines("--steps 0 --eval-every 1"))
+
+
+def test_lines_before_the_first_step(tmp_path, capsys):
+    """A run says what it reads, how a step is split, and what a step's line means, before it.
+
+    Catches a legend that comes too late.
+    """
+    main(f"--steps 1 --batch 4 --micro-batch 2 --save-every -1 --out {tmp_path}")
+    text = capsys.readouterr().out.partition("step 1/1")[0]
+    for line in (
+        "flags that differ from their defaults: model=tiny seq=32",
+        "data transformers: 7,979,036 tokens",
+        "plan: a step is 1 data-parallel rank x 2 micro-batches x 2 sequences; model states are "
+        "not sharded; activations: keep all\n",
+        "TGS (tokens per rank per second)",
+        "The first loss is near ln 256 = 5.5",
+    ):
+        assert line in text, line
+
+
 def test_progress_inside_a_step(monkeypatch, capsys):
     """A long step prints its progress again and again.
 
