@@ -430,11 +430,11 @@ def open_weights(saved: Checkpoint, shapes: dict[str, tuple]) -> Callable[[str],
     functions raise ValueError, read() also for values that are not finite.
     """
     states = open_parts(saved)
-    weights = {
-        name.removeprefix("master."): state
-        for name, state in states.items()
-        if name.startswith("master.")
-    }
+    weights = {}
+    for name, state in states.items():
+        kind, _, weight = name.partition(".")
+        if kind == "master":
+            weights[weight] = state
     wrong = [
         name
         for name in sorted(shapes.keys() | weights.keys())

@@ -194,9 +194,10 @@ def build(
 ) -> LLaMA:
     """Return a model with weights of read(name). Only one weight at a time is in memory twice."""
     with torch.device("meta"):
-        model = LLaMA(cfg, attention)
-    weights = {name: read(name).to(device, dtype) for name in model.state_dict()}
-    model.load_state_dict(weights, assign=True)
+        model = LLaMA(cfg, attention).to(dtype)
+    model.to_empty(device=device)
+    for name, weight in model.named_parameters():
+        weight.data.copy_(read(name))
     return model.requires_grad_(False)
 
 
