@@ -429,6 +429,7 @@ class States:
     decay: float = 0.1  # weight decay of matrices
     storage: InitVar[str] = "gpu"  # where optimizer states are; or "host" (optim.HostStates)
     optimizer: Optimizer = ADAMW  # of matrices; vectors always have AdamW
+    seed: int = 0  # of the run, for an optimizer that rounds at random
 
     def __post_init__(self, model: nn.Module, overlap: tuple[str, ...], storage: str):
         f = self.factors
@@ -1023,6 +1024,8 @@ class States:
                     states=states,
                     weight_decay=self.decay,
                     **self.scalars._asdict(),
+                    tp_slice=param.module.tp_slice,
+                    seed=self.seed,
                 )
             )
 

@@ -82,7 +82,7 @@ import streams
 import tensor
 import train
 from examples.block import ForkBlock
-from examples.muon import FLAG, muon
+from examples.muon import FLAG
 from ranks import Groups, use_more_queues
 
 ROOT = Path(__file__).parent  # the project's folder
@@ -328,7 +328,12 @@ def make_window(i: int) -> data.Window:
 
 @functools.cache
 def reference_steps(
-    model: str, block: str, optimizer: str, documents: tuple[int, ...], kernel: str = "cpu"
+    model: str,
+    block: str,
+    optimizer: str,
+    documents: tuple[int, ...],
+    kernel: str = "cpu",
+    moments: str = "fp32",
 ) -> tuple:
     """Train Plain. Return its first weights, (loss, gradient norm) of each step, its last weights.
 
@@ -343,10 +348,18 @@ def reference_steps(
         betas=(0.9, 0.95),
         weight_decay=0.1,
     )
-    muon_states = {}  # matrix -> (master copy, momentum)
-    if optimizer == "muon":
-        muon_states = {p: (p.data, torch.zeros_like(p)) for p in matrices}
+    # an optimizer that torch does not have runs as a function of optim.py, on whole matrices
+    row = optimizer if moments == "fp32" else f"{optimizer}-{moments}"
+    own_optimizer = None if row == "adamw" else optim.OPTIMIZERS[row]
+    own_states = {}  # name of a matrix -> (the matrix, its states)
+    if own_optimizer:
+        dtypes = own_optimizer.dtypes(torch.float64)
+        for name, p in plain.named_parameters():
+            if p.dim() > 1:
+                states = {key: torch.zeros_like(p, dtype=dtype) for key, dtype in dtypes.items()}
+                own_states[name] = p, states | {"master": p.data}
 
+    scalars = optim.make_scalars(torch.device("cpu"), torch.float64)
     steps = []
     for step, has_documents in enumerate(documents):
         batch = np.stack([make_sample(step * BATCH + i) for i in range(BATCH)])
@@ -360,12 +373,17 @@ def reference_steps(
         if step == NONFINITE_STEP:
             continue  # the case makes this step's loss or gradient not finite: no update
 
-        # Muon updates the matrices. AdamW leaves parameters without gradients as they are.
-        scalars = optim.make_scalars(torch.device("cpu"), torch.float64)
-        scalars.lr.fill_(learning_rate(step))
-        for p, (master, momentum) in muon_states.items():
-            named = {"master": master, "momentum": momentum}
-            muon(optim.Update("", 0, p.data, p.grad, named, weight_decay=0.1, **scalars._asdict()))
+        # torch's AdamW leaves parameters without gradients as they are
+        optim.set_scalars(scalars, learning_rate(step), 0.0, norm, 0.0)
+        for name, (p, states) in own_states.items():
+            tensors = [p.data, p.grad, *states.values()]
+            if not own_optimizer.whole:  # an update gets a range of the flat matrix
+                tensors = [tensor.view(-1) for tensor in tensors]
+            weight, grad, *values = tensors
+            named = dict(zip(states, values))
+            own_optimizer.update(
+                optim.Update(name, 0, weight, grad, named, weight_decay=0.1, **scalars._asdict())
+            )
             p.grad = None
 
         for param_group in adamw.param_groups:
@@ -378,7 +396,12 @@ def reference_of_case(case: dict) -> tuple:
     """Return reference_steps of the model that a case trains, for four steps."""
     documents = 4 * (case["docs"],)
     return reference_steps(
-        case["model"], case["block"], case["optimizer"], documents, case["kernel"]
+        case["model"],
+        case["block"],
+        case["optimizer"],
+        documents,
+        case["kernel"],
+        case["moments"],
     )
 
 
@@ -426,6 +449,7 @@ VALUES = {  # the keys of a case line, and the values that each one takes, its d
     "keep": tuple(KEEPS),
     "chunks": (3, 1),  # token chunks per layer
     "optimizer": ("adamw", "muon"),  # for matrices; muon: examples/muon.py
+    "moments": ("fp32", "bf16"),  # --moments
     "dtype": ("fp64", "bf16"),
     "device": ("cpu", "cuda"),
     "kernel": ("cpu", "naive", "alibi"),  # naive: naive_forward; alibi: examples/alibi.py
@@ -488,7 +512,7 @@ def plan_of(case: dict) -> costs.Plan:
         factors=shard.Factors(value.p, value.g, value.os),
         os_layout=value.layout,
         os_place=value.place,
-        optimizer=value.optimizer,
+        optimizer=value.optimizer if value.moments == "fp32" else "adamw-bf16",
         activations=activations_of(value.keep, layers, value.chunks),
         tp=value.tp,
         tp_mode=value.mode,
@@ -1003,6 +1027,7 @@ def mechanisms(case: dict) -> set[str]:
         f"kv {value.model}": value.model in ("mha", "mqa"),
         "bf16": value.dtype == "bf16",
         "whole matrices": value.optimizer == "muon",
+        "moments bf16": value.moments == "bf16",
     }
     return {name for name, used in uses.items() if used}
 
@@ -1011,7 +1036,7 @@ MECHANISMS = sorted(
     "heads,ring,long ring,groups,tp msp,tp mtp,tp fsp,stages,virtual stages,p>1,g>p,os>g,replicas,"
     "inter,host,no overlap,micro-batches,chunks x,chunks kept,chunks again,chunks swapped,"
     "chunks mixed,chunks no-o,chunks no-x,chunks neither,documents,block norms,block fork,kv mha,"
-    "kv mqa,bf16,whole matrices".split(",")
+    "kv mqa,bf16,whole matrices,moments bf16".split(",")
 )
 
 
@@ -1028,6 +1053,10 @@ NEVER_MEET = {
     ("g>p", "os>g"): ("4 p=1 g=2 os=4", "g must be p or os"),
     ("kv mqa", "tp"): ("2 model=mqa tp=2", "--tp 2: tensor parallelism must divide"),
     ("heads", "kv mqa"): ("2 model=mqa sp=2", "share 1 key/value heads"),
+    ("moments bf16", "whole matrices"): (
+        "2 layout=inter optimizer=muon moments=bf16",
+        "--moments bf16: only AdamW has",
+    ),
     ("p>1", "whole matrices"): ("2 layout=inter p=2 g=2 os=2 optimizer=muon", "--p 1"),
     ("tp", "whole matrices"): (
         "2 layout=inter tp=2 optimizer=muon",
@@ -1060,12 +1089,14 @@ def refusal_reason(case: dict) -> str | None:
     plan = plan_of(case)
     shared_fields = (
         "seq batch micro_batch sp ring tp tp_mode pp pp_chunks head_groups os_layout os_place "
-        "optimizer recompute chunk"
+        "recompute chunk"
     )
     constraints = planner.Constraints(
         **{name: getattr(plan, name) for name in shared_fields.split()},
         **dataclasses.asdict(plan.factors),
         dtype=value.dtype,
+        optimizer=value.optimizer,
+        moments=value.moments,
         document_token=END_TOKEN if value.docs else -1,
         attention=value.kernel,
     )
@@ -1169,16 +1200,16 @@ PICKED = [
 4 pp=2 parts=2 micro=2 keep=neither model=deep os=2
 4 p=2 g=2 os=2 micro=2                                # two replicas of all states
 4 p=1 g=2 os=2 layout=inter micro=2                   # the kept half is summed once at the end
-4 tp=2 sp=2 g=2 os=2 micro=2
+4 tp=2 sp=2 g=2 os=2 micro=2 moments=bf16
 4 tp=2 sp=2 groups=2 kernel=alibi
 4 sp=2 groups=4 p=2 g=4 os=4 keep=swapped             # keys stay for the next group, too
-4 tp=2 mode=fsp p=2 g=2 os=2
+4 tp=2 mode=fsp p=2 g=2 os=2 moments=bf16
 4 tp=2 docs=1
 4 tp=4 mode=mtp                                       # one key/value head per rank
-2 tp=2 mode=mtp keep=kept block=fork                  # split matrices in token chunks
+2 tp=2 mode=mtp keep=kept block=fork moments=bf16     # split matrices in token chunks
 2 tp=2 mode=mtp keep=mixed block=gated                # whole weights meet split ones
 2 tp=2 mode=mtp keep=again groups=2
-2 tp=2 mode=mtp keep=no-x
+2 tp=2 mode=mtp keep=no-x moments=bf16
 2 tp=2 mode=mtp keep=neither model=deep
 4 tp=2 mode=mtp sp=2 keep=no-o
 4 tp=2 mode=mtp p=2 g=2 os=2 keep=mixed block=norms
@@ -1192,13 +1223,13 @@ PICKED = [
 COVER = [
     make_case(line)
     for line in """
-1 model=mqa docs=1 layout=inter keep=swapped
+1 model=mqa docs=1 layout=inter keep=swapped moments=bf16
 1 model=mha groups=2 layout=inter place=host open=1 keep=swapped
 1 model=mqa block=norms docs=1 layout=inter keep=neither optimizer=muon
 2 model=mha block=norms docs=1 groups=2 p=2 g=2 os=2 layout=inter place=host open=1 keep=neither \
-  dtype=bf16
+  dtype=bf16 moments=bf16
 2 model=mqa block=fork pp=2 layout=inter place=host open=1 keep=kept optimizer=muon
-2 model=mha block=fork micro=2 groups=4 pp=2 parts=2 layout=inter open=1 keep=x
+2 model=mha block=fork micro=2 groups=4 pp=2 parts=2 layout=inter open=1 keep=x moments=bf16
 2 block=fork docs=1 layout=inter place=host open=1 keep=swapped optimizer=muon dtype=bf16
 2 model=mha block=norms docs=1 sp=2 groups=4 os=2 layout=inter open=1 keep=no-o optimizer=muon
 2 block=norms docs=1 groups=2 pp=2 layout=inter place=host open=1 keep=again dtype=bf16
@@ -1221,13 +1252,13 @@ COVER = [
 2 model=mha block=fork micro=2 groups=2 tp=2 mode=mtp layout=inter place=host open=1 dtype=bf16
 2 block=norms sp=2 ring=2 groups=2 os=2 place=host keep=kept
 4 groups=4 p=2 g=2 os=4 layout=inter place=host keep=swapped dtype=bf16
-4 block=fork sp=4 ring=4 p=2 g=4 os=4 keep=mixed
+4 block=fork sp=4 ring=4 p=2 g=4 os=4 keep=mixed moments=bf16
 4 block=fork sp=2 tp=2 mode=fsp g=2 os=2 place=host open=1
 4 model=mha sp=4 ring=4 p=2 g=2 os=2 layout=inter place=host keep=no-x
-4 model=mha sp=2 groups=2 pp=2 os=2 place=host open=1 keep=again
+4 model=mha sp=2 groups=2 pp=2 os=2 place=host open=1 keep=again moments=bf16
 4 block=norms micro=2 groups=2 tp=2 pp=2 parts=2 layout=inter open=1
 4 model=mha micro=2 tp=2 mode=mtp pp=2 parts=2 keep=x
-4 model=deep micro=2 sp=2 pp=2 parts=2 layout=inter place=host keep=no-o
+4 model=deep micro=2 sp=2 pp=2 parts=2 layout=inter place=host keep=no-o moments=bf16
 4 model=mha sp=2 ring=2 tp=2 p=2 g=2 os=2 place=host
 4 block=fork docs=1 sp=2 tp=2 mode=mtp g=2 os=2 layout=inter place=host
 4 block=fork micro=2 sp=4 ring=4 p=2 g=4 os=4 layout=inter keep=kept
@@ -1357,7 +1388,7 @@ def test_cases_cover_all_pairs_of_mechanisms():
         assert (pair in pairs_in_cases) != never_meet(*pair), pair
 
     # a run keeps its model and optimizer when it resumes; all else is saved once and loaded once
-    of_the_model = {name for name in MECHANISMS if re.match("block|kv|bf16|whole", name)}
+    of_the_model = {name for name in MECHANISMS if re.match("block|kv|bf16|whole|moments", name)}
     saving, loading = RESUMES[:-1], RESUMES[1:]
     for cases in (saving, loading):
         assert set().union(*map(mechanisms, cases)) == set(MECHANISMS) - of_the_model
@@ -1811,17 +1842,22 @@ WHOLE_RESUMES = [
 
 
 @slow
-@parametrize("block, optimizer", [("norms", "adamw"), ("fork", "muon")])
-def test_resumed_under_others(block, optimizer, tmp_path):
+@parametrize(
+    "block, optimizer, moments",
+    [("norms", "adamw", "fp32"), ("fork", "muon", "fp32"), ("plain", "adamw", "bf16")],
+)
+def test_resumed_under_others(block, optimizer, moments, tmp_path):
     """A run whose steps each resume from another case's checkpoint trains as Plain does.
 
     Catches a state that is read from or written to the wrong rows, columns or rank.
     """
     steps = RESUMES if optimizer == "adamw" else WHOLE_RESUMES
-    reference = reference_steps("gqa", block, optimizer, tuple(case["docs"] for case in steps))
+    documents = tuple(case["docs"] for case in steps)
+    reference = reference_steps("gqa", block, optimizer, documents, moments=moments)
+    of_the_run = {"block": block, "optimizer": optimizer, "moments": moments}
     first_step = 0
     for ranks, group_of_steps in itertools.groupby(steps, lambda case: case["ranks"]):
-        cases = [case | {"block": block, "optimizer": optimizer} for case in group_of_steps]
+        cases = [case | of_the_run for case in group_of_steps]
         torch.save([reference] * len(cases), tmp_path / "references")
         on_ranks(ranks, check_cases, cases, tmp_path, first_step)
         first_step += len(cases)

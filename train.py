@@ -1030,6 +1030,7 @@ def build_model(run: Run, attention: Attention, groups: Groups) -> tuple[LLaMA |
         decay=run.cfg.weight_decay,
         storage=plan.os_place,
         optimizer=OPTIMIZERS[plan.optimizer],
+        seed=run.cfg.seed,
     )
     states.on_phase = mark  # tells --memplan where a layer's pass begins
     if plan.pp > 1:
