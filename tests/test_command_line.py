@@ -43,7 +43,7 @@ REFUSED = [
     ("train.py --decay-steps 2", "--decay-steps 2 belongs to --schedule wsd"),
     (
         "train.py --schedule wsd --warmup 4 --decay-steps 3",
-        "a decay of 3 steps that ends with step 6 .* Choose at most --decay-steps 2, at most --warmup 3, or more",
+        "a decay of 3 steps that ends with step 6 .* at most --decay-steps 2, at most --warmup 3, or",
     ),
     ("train.py --out=~nobody-here/x", "--out: ~nobody-here/x: this machine knows no home"),
     ("train.py --sp 0", "--sp 0: choose a value from 1"),
