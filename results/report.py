@@ -469,6 +469,20 @@ def claim() -> str:
     )
 
 
+def normal() -> str:
+    """Return a sentence: between which values our MFU and our percent of the bound lie."""
+    rows = [ours for ours, _ in comparisons().values()]
+    texts = []
+    for name in ("mfu_causal", "bound_ratio"):
+        values = [row[name] for row in rows]
+        texts.append(f"between {min(values):.0%} and {max(values):.0%}")
+    lengths = sorted(row["seq"] for row in rows)
+    return paragraph(
+        f"In our rows of {tokens_text(lengths[0])} to {tokens_text(lengths[-1])} tokens on H100s and "
+        f"H200s, MFU is {texts[0]}, and the percent of the bound {texts[1]}."
+    )
+
+
 def all_comparisons() -> str:
     """Return a table of every comparison with the fastest peer, from few GPUs to many."""
 
@@ -670,6 +684,7 @@ def answer(topic: str) -> str:
 
 BLOCKS = {  # first word between <!-- and --> -> what writes the lines behind it, from other words
     "claim": claim,
+    "normal": normal,
     "speed": speed,
     "comparisons": all_comparisons,
     "rows": rows_table,

@@ -1,7 +1,7 @@
 """Compare the planner's predictions with results that papers have published.
 
     python results/scale.py      write scale.json: the tables of results/papers.md, and that of
-                                 docs/recipes.md on the longest sequences
+                                 docs/planning.md on the longest sequences
 
 For each published result of AMSP, Memo and InternEvo, the planner answers the same question on
 profiles/a800.json. That profile was put together from papers, data sheets and other people's
