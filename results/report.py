@@ -462,10 +462,9 @@ def claim() -> str:
     return paragraph(
         f"{num_gpus(longest)} {gpu_of(longest)}s train LLaMA-7B on one sequence of "
         f"{longest['seq']:,} tokens: a step takes {longest['step_s']:.0f} s, at "
-        f"{longest['mfu_causal']:.1%} causal MFU. Beside the fastest peer at its best setting, "
-        f"{len(ratios)} comparisons give ratios of step times between {ratios[least]:.2f} "
-        f"({', '.join(least)}) and {ratios[most]:.2f} ({', '.join(most)}). Above 1, this project is "
-        "faster."
+        f"{longest['mfu_causal']:.1%} causal MFU. In {len(ratios)} comparisons, the fastest peer at "
+        f"its best setting takes between {ratios[least]:.2f} times ({', '.join(least)}) and "
+        f"{ratios[most]:.2f} times ({', '.join(most)}) as long as this project."
     )
 
 
