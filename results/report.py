@@ -21,6 +21,7 @@ Left out: measuring, which is bench.py's task, and predictions for published res
 """
 
 import argparse
+import functools
 import json
 import re
 import shlex
@@ -556,7 +557,8 @@ def kind_of(row: dict, plan: Plan, profile: Profile, kernel: str) -> str:
     return "held out" if row.get("held_out") else "seen before"
 
 
-def predicted_rows() -> list[dict]:
+@functools.cache  # several blocks need the predictions, and they take seconds
+def predicted_rows() -> tuple[dict, ...]:
     """Return the measured rows whose plan is known, and what the planner predicts for them now."""
     rows = []
     for row in read_rows():
@@ -581,7 +583,7 @@ def predicted_rows() -> list[dict]:
                 "now_gib": predicted.gpu_bytes / GIB,
             }
         )
-    return sorted(rows, key=lambda r: (r["question"], r["gpu"], r["gpus"], r["step_s"]))
+    return tuple(sorted(rows, key=lambda r: (r["question"], r["gpu"], r["gpus"], r["step_s"])))
 
 
 def errors_of(kind: str) -> list[float]:

@@ -12,6 +12,7 @@ from shard import Factors
 from test_all import ROOT, parametrize
 
 sys.path.insert(0, str(ROOT / "results"))
+import pictures
 import report
 
 A_ROW = {
@@ -94,6 +95,17 @@ def test_pictures_say_what_the_rows_say():
     for name in ("layer", "shards", "timeline", "predictions", "memory", "speed"):
         text = (ROOT / "results" / f"{name}.svg").read_text()
         assert "<text" in text and "fill: #ffffff" in text  # text as text, on white
+
+
+def test_pictures_do_not_change_from_run_to_run(tmp_path):
+    """Pictures of ideas are drawn as they are in results/, to the byte.
+
+    Catches a picture that nobody can mend, because its source is lost, and a file that changes with
+    each run.
+    """
+    for draw, name in ((pictures.draw_layer, "layer.svg"), (pictures.draw_shards, "shards.svg")):
+        draw(tmp_path / name)
+        assert (tmp_path / name).read_text() == (ROOT / "results" / name).read_text(), name
 
 
 @parametrize(
