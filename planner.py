@@ -284,6 +284,10 @@ class Constraints:
         "auto", "Where optimizer states lie. From the host they stream through the GPU during the "
         "next forward. auto: the faster place that fits, on a tie the GPU.",
         among=("auto", "gpu", "host"))
+    moments: str = flag(
+        "fp32", "Dtype of AdamW's two moments of a matrix. bf16 takes 4 bytes per parameter less, "
+        "and rounds them stochastically. Either kind resumes from the other.",
+        among=("fp32", "bf16"))
     overlap: str = flag(
         ",".join(OVERLAP_CHOICES), "What overlaps with computation: a list of names, or none. "
         "param_gather: parameters before their use. grad_scatter: gradients to their shards. "
@@ -337,6 +341,18 @@ class Constraints:
         if self.document_token is None:
             return bool(self.tokenizer)
         return self.document_token >= 0
+
+    @property
+    def matrix_optimizer(self) -> str:
+        """Return the row of optim.OPTIMIZERS for matrices. Raises ValueError."""
+        if self.moments == "fp32":
+            return self.optimizer
+        if self.optimizer != "adamw":
+            raise ValueError(
+                f"--moments {self.moments}: only AdamW has these moments, and the optimizer is "
+                f"{self.optimizer}. Drop --moments"
+            )
+        return f"adamw-{self.moments}"
 
     @property
     def overlaps(self) -> tuple[str, ...]:
@@ -837,7 +853,7 @@ def state_choices(c, plan, exhaustive=True):
         if c.p or c.g or c.os:
             raise ValueError(f"--strategy {c.strategy} sets all factors. Drop --p, --g and --os")
         c = replace(c, **asdict(parse_strategy(c.strategy, world)))
-    whole = OPTIMIZERS[c.optimizer].whole  # a rank updates whole matrices
+    whole = OPTIMIZERS[c.matrix_optimizer].whole  # a rank updates whole matrices
 
     def why_not(p, g, os):
         if whole and (plan.tp > 1 or p > 1 or c.os_layout == "intra"):
@@ -1153,7 +1169,7 @@ def shapes(c, model, hardware, exhaustive=False):
         hardware.ranks,
         hardware.per_node,
         c.seq,
-        optimizer=c.optimizer,
+        optimizer=c.matrix_optimizer,
         overlap=c.overlaps,
         tp_mode=c.tp_mode,
     )
