@@ -240,7 +240,7 @@ def test_results_files_are_named_by_month_machine_and_table(tmp_path, monkeypatc
     ):
         file = bench.results_file(args, True, hardware)
         month, _, name = file.parent.name.partition("-" + machine)
-        assert re.fullmatch(r"\d{4}-\d\d", month) and not name and file.name == "step.jsonl"
+        assert re.fullmatch(r"\d{4}-\d\d", month) and not name and file.name == f"{args.table}.jsonl"
 
     file = tmp_path / "rows.jsonl"
     bench.append_line(file, "{}")
