@@ -79,6 +79,9 @@ def flag_values(flags: str) -> dict[str, str]:
     return {flag: value for flag, value in zip(words, words[1:]) if flag.startswith("--")}
 
 
+KERNEL_NAMES = {"fa4": "FlashAttention-4", "cudnn": "cuDNN"}
+
+
 def kernel_of(row: dict) -> str:
     """Return the attention kernel that a row ran: "fa4" or "cudnn".
 
@@ -89,6 +92,10 @@ def kernel_of(row: dict) -> str:
         return "cudnn"
     installed = "fa4" if "flash-attn-4" in row["versions"] else "cudnn"
     return row.get("kernel") or installed
+
+
+def kernel_name(row: dict) -> str:
+    return KERNEL_NAMES.get(kernel_of(row), kernel_of(row))
 
 
 def is_older(row: dict) -> bool:
@@ -332,10 +339,20 @@ def shown(table: str, kernel: str = "") -> list[dict]:
 
 
 def rows_table(table: str, kernel: str = "") -> str:
-    """Return a table of rows, and the commands that measured them."""
+    """Return a table of rows, and the commands that measured them.
+
+    Raises ValueError if there are no such rows, or if they ran several attention kernels: rows of one
+    table should differ in one thing.
+    """
     rows = shown(table, kernel)
     if not rows:
         raise ValueError(f"rows {table} {kernel}: no results file has such a row")
+    kernels = sorted({kernel_of(row) for row in rows})
+    if len(kernels) > 1:
+        raise ValueError(
+            f"rows {table}: these rows ran the attention kernels {', '.join(kernels)}. Write a "
+            f"table for each, for example rows {table} {kernels[0]}"
+        )
     titles = ["what ran", "hardware", "model", "tokens", *TABLE_COLUMNS[table], "commit", "flags"]
     cells = [{title: COLUMNS[title](row) for title in titles} for row in rows]
     # a column in which no row has a value says nothing
@@ -345,7 +362,8 @@ def rows_table(table: str, kernel: str = "") -> str:
         commands[f"* {hardware_of(row)}, {row['commit']}: `{row['command']}`\n"] = None
     return (
         markdown([{title: line[title] for title in titles} for line in cells])
-        + "\n<details><summary>The commands that measured these rows</summary>\n\n"
+        + "\n<details><summary>The commands that measured these rows, with the attention of "
+        + f"{kernel_name(rows[0])}</summary>\n\n"
         + "".join(commands)
         + "\n</details>\n"
     )
@@ -416,9 +434,6 @@ def shown_comparisons() -> list[tuple[str, str, str, dict, dict]]:
     return [(*where, *found[where]) for where in SHOWN]
 
 
-KERNEL_NAMES = {"fa4": "FlashAttention-4", "cudnn": "cuDNN"}
-
-
 def speed() -> str:
     """Return README.md's table: ours beside the fastest peer."""
     return markdown(
@@ -427,7 +442,7 @@ def speed() -> str:
                 "hardware": hardware,
                 "model": model,
                 "tokens": tokens,
-                "attention": KERNEL_NAMES[kernel_of(ours)],
+                "attention": kernel_name(ours),
                 "this project": f"{ours['step_s']:.4g} s, MFU {ours['mfu_causal']:.1%}",
                 "fastest peer": f"{peer['step_s']:.4g} s, MFU {peer['mfu_causal']:.1%}",
                 "which peer": what_ran(peer),
@@ -496,7 +511,7 @@ def all_comparisons() -> str:
                 "hardware": where[0],
                 "model": where[1],
                 "tokens": where[2],
-                "attention": KERNEL_NAMES[kernel_of(found[where][0])],
+                "attention": kernel_name(found[where][0]),
                 "ours, s": f"{found[where][0]['step_s']:.4g}",
                 "fastest peer, s": f"{found[where][1]['step_s']:.4g}",
                 "which peer": what_ran(found[where][1]),

@@ -116,7 +116,6 @@ def test_pages_name_flags_that_exist(monkeypatch, capsys):
         if file.parent.name == "results":  # flags of measured rows are those of their commits
             text = re.sub(r"<!-- rows .*?<!-- end -->", "", text, flags=re.S)
         named = set(re.findall(r"(?<![\w-])--[a-z][a-z_-]*", text))
-        # bench.py's --rows and the like stand on pages about rows; Git's and pip's flags do not
         assert named <= real, (file.name, named - real)
 
 

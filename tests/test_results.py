@@ -167,7 +167,9 @@ def test_the_newest_row_of_a_setting_is_shown(results):
     shown = report.newest(report.read_rows("long"))
     assert [r["step_s"] for r in shown] == [2.0, 2.0, 2.0, 1.5, 2.0, 2.0, 2.0]
     assert report.rows_table("long", "fa4").count("`--model 1b`") == 3
-    assert ", older" in report.rows_table("long")
+    assert ", older" in report.rows_table("long", "fa4")
+    with raises(ValueError, match="these rows ran the attention kernels cudnn, fa4. Write a table"):
+        report.rows_table("long")
 
 
 def test_labels_are_words():
@@ -240,7 +242,9 @@ def test_results_files_are_named_by_month_machine_and_table(tmp_path, monkeypatc
     ):
         file = bench.results_file(args, True, hardware)
         month, _, name = file.parent.name.partition("-" + machine)
-        assert re.fullmatch(r"\d{4}-\d\d", month) and not name and file.name == f"{args.table}.jsonl"
+        assert (
+            re.fullmatch(r"\d{4}-\d\d", month) and not name and file.name == f"{args.table}.jsonl"
+        )
 
     file = tmp_path / "rows.jsonl"
     bench.append_line(file, "{}")
