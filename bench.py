@@ -28,9 +28,11 @@ Steps run on random tokens, and a time is the median after a warm-up. MFU counts
 matrix, full MFU all of it. The bound is the causal MFU of the step's attention and matrix kernels
 when nothing else runs, and "of bound" is the step's causal MFU as a fraction of it.
 
-A results file is named after the table, the flags and the hardware, so the same command overwrites
-its own file and no other. The last line of output is the same JSON object, but table machine ends
-with sentences instead. results/report.py turns these files into tables and pictures.
+A row is one line of JSON in results/MONTH-MACHINE/TABLE.jsonl, for example
+results/2026-11-4xh200/long.jsonl. It holds the label, the flags, what was measured, the hardware, the
+versions, the commit and the command. Rows are only added: where a command is repeated, results/report.py
+shows the newest rows. It turns these files into tables and pictures. The last line of output is a
+JSON object with the command's rows, but table machine ends with sentences instead.
 
 Left out: whether a step computes the right numbers. The tests check that.
 
@@ -108,8 +110,8 @@ class Bench:
     rank: int
     world: int
     quick: bool
-    file: Path  # the results file
-    about: dict  # what the file says besides its rows
+    file: Path  # the results file, to which rows are added
+    about: dict  # what every row says of the machine and the command
     rows: list[dict] = field(default_factory=list)
     kernels: dict[tuple, tuple] = field(default_factory=dict)  # shapes -> seconds of (layer, head)
 
@@ -122,14 +124,22 @@ class Bench:
         return torch.bfloat16 if self.gpu else torch.float32
 
     def add(self, row: dict) -> None:
-        """Print a row and write the file again, so that a table that is cut short has a file."""
-        self.rows.append(row)
-        on_rank_0(
-            self.file.write_text, json.dumps(self.about | {"rows": self.rows}, indent=1) + "\n"
-        )
+        """Print a row and add it to the file, so that a table that is cut short has its rows."""
+        self.rows.append(row | self.about)
+        on_rank_0(append_line, self.file, json.dumps(self.rows[-1]))
         titles, lines = as_text([row])
         label, *cells = lines[0]
         print0(f"{label}: {', '.join(map(' '.join, zip(titles[1:], cells)))}")
+
+
+def append_line(file: Path, line: str) -> None:
+    """Add a line to a file. It begins on a line of its own, even if the last one has no end."""
+    with file.open("a+b") as f:
+        if f.tell() > 0:
+            f.seek(-1, os.SEEK_END)
+            if f.read(1) != b"\n":
+                f.write(b"\n")
+        f.write(line.encode() + b"\n")
 
 
 @dataclass
@@ -638,7 +648,7 @@ def time_step(bench: Bench, step: Step) -> float:
 
 
 def measure_row(bench: Bench, row: Row, look: Callable) -> dict:
-    """Build a row's step, time it, and return what results/*.json says of it.
+    """Build a row's step, time it, and return what its line of the results file says.
 
     A row that does not fit, runs out of memory on any rank, or lacks a package is a result, too.
     Its "oom" is true, and it has no rates. Its "error" says why, if it failed on this rank.
@@ -646,7 +656,7 @@ def measure_row(bench: Bench, row: Row, look: Callable) -> dict:
     """
     cfg = config(row.flags)
     result = {
-        "system": row.label,
+        "label": row.label,
         "flags": row.flags,
         "model": cfg.model,
         "seq": cfg.seq,
@@ -891,7 +901,7 @@ def planned_memory(bench: Bench, step: Step) -> dict:
     plan = memory.plan
     requests = counts["hits"] + counts["unmatched"] + counts["occupied"]
     if bench.rank == 0:
-        name = f"memplan-{step.run.plan.seq // 1024}k-{bench.world}x.csv"
+        name = f"memplan-{step.run.plan.seq // 1024}k.csv"
         write_plan(
             str(bench.file.with_name(name)),
             range(len(memory.buffers)),
@@ -1081,7 +1091,7 @@ def tables_here() -> dict[str, Table]:
 # fmt: off
 COLUMNS = {
     # title              a value of shown_values    its format
-    "system":           ("system",                  ""),
+    "label":            ("label",                   ""),
     "plan":             ("plan",                    ""),
     "model":            ("model",                   ""),
     "tokens":           ("seq",                     ","),
@@ -1112,7 +1122,7 @@ UNKNOWN = "-"
 def plan_text(row: dict) -> str:
     """Return the plan of a row of ours: the sharding factors p,g,os, each other degree above 1, and
     how activations are treated."""
-    if not row.get("sp") or row["system"].startswith(tuple(PEERS)):
+    if not row.get("sp") or row["label"].startswith(tuple(PEERS)):
         return UNKNOWN
     text = f"{row['p']},{row['g']},{row['os']}"
     for name in ("sp", "ring", "tp", "pp"):
@@ -1318,7 +1328,7 @@ def measure_table(bench: Bench, args: argparse.Namespace) -> None:
         for row in bench.rows:
             print0(in_sentences(row))
     else:
-        print0(json.dumps(bench.about | {"rows": bench.rows}))
+        print0(json.dumps({"file": str(bench.file), "rows": bench.rows}))
     if stopped:  # at once: in a collective, other ranks may wait for this one
         os._exit(130)
 
@@ -1401,17 +1411,18 @@ def split_nodes(args: argparse.Namespace) -> None:
         args.flags += f" --host-memory {int(host_budget(nodes, None))}"
 
 
-def results_file(args: argparse.Namespace, gpu: bool, command: str, hardware: str) -> Path:
+def results_file(args: argparse.Namespace, gpu: bool, hardware: str) -> Path:
     """Return the file that a command writes on this hardware.
 
-    Example: results/long-seq-64k-4xh200.json for `bench.py long --seq 64K` on 4 H200s.
+    Example: results/2026-11-4xh200/long.jsonl for `bench.py long --seq 64K` on 4 H200s.
     """
     folder = Path(args.out or HERE / ("results" if gpu else "out/results"))
     if args.profile:
         return folder / f"profiles/{args.profile}.json"
-    short_hardware = re.sub("NVIDIA | [0-9]+GB.*| ", "", hardware)
-    words = re.findall(r"[a-z0-9.]+", f"{command} {short_hardware}".lower())
-    return folder / f"{'-'.join(words)}.json"
+    # "4 x NVIDIA H200" -> "4xh200", "NVIDIA H100 80GB HBM3" -> "h100"
+    machine = re.sub("NVIDIA | [0-9]+GB.*| ", "", hardware).lower()
+    machine = "-".join(re.findall(r"[a-z0-9.]+", machine))
+    return folder / f"{time.strftime('%Y-%m')}-{machine}" / f"{args.table}.jsonl"
 
 
 def main() -> None:
@@ -1432,7 +1443,7 @@ def main() -> None:
     command = f"--profile {args.profile}"
     if not args.profile:
         command = " ".join([args.table, *args.given.values()])
-    file = results_file(args, gpu, command, hardware)
+    file = results_file(args, gpu, hardware)
     on_rank_0(train.try_folder, str(file.parent))  # fails now rather than after the first row
 
     about = {

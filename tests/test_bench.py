@@ -4,6 +4,7 @@ import json
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import torch
@@ -34,24 +35,28 @@ def test_bench_keeps_its_rows_when_it_is_stopped(tmp_path):
     process.send_signal(signal.SIGINT)
     text = process.communicate(timeout=60)[0]
     assert process.returncode == 130 and "stopped; the rows so far are in" in text
-    rows = json.loads(next(tmp_path.glob("machine-*.json")).read_text())["rows"]
-    assert [r["system"] for r in rows] == ["ours"]
+    rows = [json.loads(line) for line in next(tmp_path.glob("*/machine.jsonl")).open()]
+    assert [r["label"] for r in rows] == ["ours"]
     assert f"tiny, 256 tokens per sequence: {rows[0]['tgs']:,.0f} tokens per rank" in text
 
 
 @slow
 def test_bench_writes_its_rows(tmp_path, monkeypatch, capsys):
-    """bench.py writes rows that can be checked and repeated.
+    """bench.py adds rows that can be checked and repeated.
 
-    They have the machine, the versions and the command, and their rates follow from their seconds.
-    Catches wrong counts, and a row that cannot be run again.
+    Each has the machine, the versions and the command, and its rates follow from its seconds.
+    Catches wrong counts, a row that cannot be run again, and rows of an earlier command that are
+    lost.
     """
+    file = tmp_path / f"{time.strftime('%Y-%m')}-cpu" / "machine.jsonl"
+    file.parent.mkdir()
+    file.write_text('{"label": "an earlier row"}')  # as a killed process may leave it: no line end
     monkeypatch.setattr(sys, "argv", ["bench.py", "--out", f"{tmp_path}"])
     bench.main()
-    saved = json.loads(next(tmp_path.glob("machine-*.json")).read_text())
-    assert {"hardware", "versions", "commit", "command"} <= set(saved)
-    ours = saved["rows"]
-    assert [r["system"] for r in ours] == ["ours", "ours, longest in the time"]
+    earlier, *ours = map(json.loads, file.read_text().splitlines())
+    assert earlier == {"label": "an earlier row"}
+    assert all({"flags", "hardware", "versions", "commit", "command"} <= set(r) for r in ours)
+    assert [r["label"] for r in ours] == ["ours", "ours, longest in the time"]
     for r in ours:
         assert r["tgs"] == approx(r["seq"] / r["step_s"]) and r["model"] == "tiny"
         assert r["mfu_causal"] is None
