@@ -12,7 +12,7 @@ module, rename its row, and edit it.
     ema         the optimizer also averages the weights,     --optimizer ema                   44
                 and an export writes the average
     gelu        the activation of the MLP, gated or not      --architecture gelu, geglu        59
-    gemma       the layer: four norms and GeGLU; the         --architecture gemma              46
+    gemma       the layer: four norms and GeGLU; the         --architecture gemma              48
                 embedding is scaled
     local       attention differs by layer: local and        --attention local                 51
                 global layers in turn
