@@ -337,6 +337,9 @@ class Matrix(nn.Module):
     A fresh weight is normal(0, std). std is 1 / sqrt(cols) by default, so that the elements of y
     are about as large as those of x. residual=True says that the product is added to the residual
     stream. Then std is divided by sqrt(2L), since each of L layers adds two products.
+
+    A pass uses a matrix once. Only the embedding may be used twice, as embedding and as head
+    (model.ModelConfig.tied): shard.py expects two contributions to its gradient.
     """
 
     events = PlainEvents()

@@ -224,6 +224,8 @@ class Plain(torch.nn.Module):
         self.blocks = torch.nn.ModuleList(PlainLayer(cfg, block) for _ in range(cfg.layers))
         self.norm = torch.nn.RMSNorm(cfg.dim, cfg.norm_eps)
         self.head = torch.nn.Linear(cfg.dim, cfg.vocab, bias=False)
+        if cfg.tied:
+            self.head.weight = self.embed.weight
         self.double()
         for name, p in self.named_parameters():
             rng = torch.Generator().manual_seed(zlib.crc32(name.encode()))
@@ -368,12 +370,13 @@ def reference_steps(
     documents: tuple[int, ...],
     kernel: str = "cpu",
     moments: str = "fp32",
+    tied: int = 0,
 ) -> tuple:
     """Train Plain. Return its first weights, (loss, gradient norm) of each step, its last weights.
 
     documents: for each step, whether attention stays inside documents.
     """
-    plain = Plain(SIZES[model], block, kernel)
+    plain = Plain(replace(SIZES[model], tied=bool(tied)), block, kernel)
     first_weights = plain.weights()
     vectors = [p for p in plain.parameters() if p.dim() == 1]
     matrices = [p for p in plain.parameters() if p.dim() > 1]
@@ -436,6 +439,7 @@ def reference_of_case(case: dict) -> tuple:
         documents,
         case["kernel"],
         case["moments"],
+        case["tied"],
     )
 
 
@@ -465,6 +469,7 @@ VALUES = {  # the keys of a case line, and the values that each one takes, its d
     "ranks": (1, 2, 4, 8),
     "model": ("gqa", "mha", "mqa", "deep"),  # a row of SIZES
     "block": ("plain", "norms", "fork"),  # norms: Qwen's biases and norms; fork: examples/block.py
+    "tied": (0, 1),  # 1: embedding and head are one matrix
     "docs": (0, 1),  # 1: attention stays inside documents
     "micro": (1, 2, 4),  # micro-batches per step
     "sp": (1, 2, 4, 8),  # ranks that share a sequence
@@ -525,8 +530,13 @@ def plan_of(case: dict) -> costs.Plan:
     """Return the plan that a case runs, as the planner would make it."""
     value = SimpleNamespace(**case)
     norms = value.block == "norms"
-    architecture = value.block if value.block in m.ARCHITECTURES else "llama"
-    model = replace(SIZES[value.model], qkv_bias=norms, qk_norm=norms, architecture=architecture)
+    model = replace(
+        SIZES[value.model],
+        qkv_bias=norms,
+        qk_norm=norms,
+        tied=bool(value.tied),
+        architecture=value.block if value.block in m.ARCHITECTURES else "llama",
+    )
     micro_batch = BATCH * value.sp * value.tp * value.pp // value.ranks // value.micro
     tokens = micro_batch * SEQ // value.sp
     chunk = min(tokens, tokens // value.chunks + 1)  # so the last chunk is shorter
@@ -683,6 +693,8 @@ def assert_equals_plain(
             if not error < update_tolerance:  # so written, NaN is an error
                 errors.append(f"update of {name}: {error:.3g}")
 
+    if case["tied"] and case["pp"] > 1:
+        errors += find_different_copies(states)
     if only_step is not None:
         save_checkpoint(states, folder, only_step + 1)
     errors_by_rank = [None] * dist.get_world_size()
@@ -702,6 +714,35 @@ def find_rounded_gradients(states: shard.States) -> list[str]:
         if param.replicas is None
         and param.grad_shard.any()
         and torch.equal(param.grad_shard.bfloat16(), param.grad_shard)
+    ]
+
+
+def find_different_copies(states: shard.States) -> list[str]:
+    """Return an error for each part of a tied matrix that differs between two ranks.
+
+    The first and the last pipeline stage hold copies of its weights and its optimizer states. All
+    bits must be equal. A collective of all ranks.
+    """
+    parts = {}  # (name, index of the first element) -> the bytes of the elements
+    for name, part in states.state_parts().items():
+        if name.endswith(".embed.weight"):
+            parts[name, part.start] = part.values
+    if states.device.type == "cuda":
+        torch.cuda.synchronize()  # the new parameters are broadcast
+    for param in states.sharded_params.values():
+        if param.name == "embed.weight":
+            parts["the parameters", states.param_index] = param.param_shard
+
+    found = {key: values.cpu().view(torch.uint8).numpy().tobytes() for key, values in parts.items()}
+    by_rank = [None] * dist.get_world_size()
+    dist.all_gather_object(by_rank, found)
+    holders = Counter(key for of_rank in by_rank for key in of_rank)
+    assert holders and min(holders.values()) > 1, "only one stage holds the matrix"
+    expected = {key: values for of_rank in by_rank for key, values in of_rank.items()}
+    return [
+        f"copies of a tied matrix differ: {name} from element {start}"
+        for (name, start), values in found.items()
+        if values != expected[name, start]
     ]
 
 
@@ -1061,6 +1102,7 @@ def mechanisms(case: dict) -> set[str]:
         "micro-batches": value.micro > 1,
         f"chunks {value.keep}": KEEPS[value.keep] is not None,
         "documents": value.docs == 1,
+        "tied": value.tied == 1,
         f"block {value.block}": value.block != "plain",
         f"kv {value.model}": value.model in ("mha", "mqa"),
         "bf16": value.dtype == "bf16",
@@ -1074,7 +1116,7 @@ MECHANISMS = sorted(
     "heads,ring,long ring,groups,tp msp,tp mtp,tp fsp,stages,virtual stages,p>1,g>p,os>g,replicas,"
     "inter,host,no overlap,micro-batches,chunks x,chunks kept,chunks again,chunks swapped,"
     "chunks mixed,chunks no-o,chunks no-x,chunks neither,documents,block norms,block fork,kv mha,"
-    "kv mqa,bf16,whole matrices,moments bf16".split(",")
+    "kv mqa,bf16,whole matrices,moments bf16,tied".split(",")
 )
 
 
@@ -1228,6 +1270,9 @@ ALONE = [
 2 pp=2 micro=4 keep=swapped model=deep                # micro-batches in flight have host buffers
 2 tp=2 mode=mtp keep=swapped docs=1
 2 tp=2 mode=mtp keep=mixed block=norms micro=2
+1 tied=1
+2 tied=1 pp=2 micro=4
+2 tied=1 p=2 g=2 os=2 micro=2                         # gathered once, used twice
 """.strip().splitlines()
 ]
 PICKED = [
@@ -1257,6 +1302,9 @@ PICKED = [
 4 p=4 g=4 os=4 keep=again
 8 sp=8 ring=4 p=2 g=8 os=8
 8 sp=8 model=mha g=4 os=4
+4 tied=1 pp=2 g=2 os=2 layout=inter                   # the owners of both copies are equal
+4 tied=1 pp=4 parts=2 micro=4 model=deep place=host
+4 tied=1 tp=2 pp=2 dtype=bf16 micro=2
 """.strip().splitlines()
 ]
 COVER = [
@@ -1264,19 +1312,21 @@ COVER = [
     for line in """
 1 model=mqa docs=1 layout=inter keep=swapped moments=bf16
 1 model=mha groups=2 layout=inter place=host open=1 keep=swapped
-1 model=mqa block=norms docs=1 layout=inter keep=neither optimizer=muon
+1 model=mqa block=norms docs=1 layout=inter keep=neither optimizer=muon tied=1
 2 model=mha block=norms docs=1 groups=2 p=2 g=2 os=2 layout=inter place=host open=1 keep=neither \
-  dtype=bf16 moments=bf16
-2 model=mqa block=fork pp=2 layout=inter place=host open=1 keep=kept optimizer=muon
+dtype=bf16 moments=bf16
+2 model=mqa block=fork pp=2 layout=inter place=host open=1 keep=kept optimizer=muon tied=1
 2 model=mha block=fork micro=2 groups=4 pp=2 parts=2 layout=inter open=1 keep=x moments=bf16
-2 block=fork docs=1 layout=inter place=host open=1 keep=swapped optimizer=muon dtype=bf16
-2 model=mha block=norms docs=1 sp=2 groups=4 os=2 layout=inter open=1 keep=no-o optimizer=muon
+2 block=fork docs=1 layout=inter place=host open=1 keep=swapped optimizer=muon dtype=bf16 tied=1
+2 model=mha block=norms docs=1 sp=2 groups=4 os=2 layout=inter open=1 keep=no-o optimizer=muon \
+  tied=1
 2 block=norms docs=1 groups=2 pp=2 layout=inter place=host open=1 keep=again dtype=bf16
-2 model=mqa block=norms sp=2 ring=2 g=2 os=2 layout=inter place=host open=1 keep=no-x dtype=bf16
-2 model=mqa block=norms docs=1 p=2 g=2 os=2 place=host open=1 keep=mixed dtype=bf16
+2 model=mqa block=norms sp=2 ring=2 g=2 os=2 layout=inter place=host open=1 keep=no-x dtype=bf16 \
+  tied=1
+2 model=mqa block=norms docs=1 p=2 g=2 os=2 place=host open=1 keep=mixed dtype=bf16 tied=1
 2 model=mha block=fork sp=2 ring=2 groups=2 os=2 layout=inter place=host keep=no-x chunks=1 \
   optimizer=muon
-2 model=mha docs=1 groups=4 tp=2 mode=fsp layout=inter open=1 dtype=bf16
+2 model=mha docs=1 groups=4 tp=2 mode=fsp layout=inter open=1 dtype=bf16 tied=1
 2 model=mqa block=norms micro=2 pp=2 parts=2 layout=inter keep=again optimizer=muon
 2 block=fork docs=1 micro=2 groups=2 g=2 os=2 layout=inter keep=no-o optimizer=muon dtype=bf16
 2 model=mha block=norms sp=2 groups=4 layout=inter place=host keep=mixed dtype=bf16
@@ -1287,16 +1337,16 @@ COVER = [
 2 model=mqa block=norms p=2 g=2 os=2 place=host open=1 keep=no-o
 2 groups=2 os=2 layout=inter keep=mixed optimizer=muon dtype=bf16
 2 model=deep block=norms docs=1 micro=2 groups=2 pp=2 parts=2 layout=inter keep=no-x
-2 model=mha block=fork docs=1 groups=2 tp=2 dtype=bf16
+2 model=mha block=fork docs=1 groups=2 tp=2 dtype=bf16 tied=1
 2 model=mha block=fork micro=2 groups=2 tp=2 mode=mtp layout=inter place=host open=1 dtype=bf16
 2 block=norms sp=2 ring=2 groups=2 os=2 place=host keep=kept
 4 groups=4 p=2 g=2 os=4 layout=inter place=host keep=swapped dtype=bf16
 4 block=fork sp=4 ring=4 p=2 g=4 os=4 keep=mixed moments=bf16
 4 block=fork sp=2 tp=2 mode=fsp g=2 os=2 place=host open=1
 4 model=mha sp=4 ring=4 p=2 g=2 os=2 layout=inter place=host keep=no-x
-4 model=mha sp=2 groups=2 pp=2 os=2 place=host open=1 keep=again moments=bf16
+4 model=mha sp=2 groups=2 pp=2 os=2 place=host open=1 keep=again moments=bf16 tied=1
 4 block=norms micro=2 groups=2 tp=2 pp=2 parts=2 layout=inter open=1
-4 model=mha micro=2 tp=2 mode=mtp pp=2 parts=2 keep=x
+4 model=mha micro=2 tp=2 mode=mtp pp=2 parts=2 keep=x tied=1
 4 model=deep micro=2 sp=2 pp=2 parts=2 layout=inter place=host keep=no-o moments=bf16
 4 model=mha sp=2 ring=2 tp=2 p=2 g=2 os=2 place=host
 4 block=fork docs=1 sp=2 tp=2 mode=mtp g=2 os=2 layout=inter place=host
@@ -1308,7 +1358,8 @@ COVER = [
 4 model=mha block=fork docs=1 tp=2 os=2 layout=inter open=1
 4 docs=1 sp=4 ring=4 p=2 g=4 os=4 layout=inter place=host keep=neither
 4 model=deep block=fork micro=2 pp=2 parts=2 p=2 g=2 os=2 keep=swapped
-8 model=mha micro=2 sp=4 ring=4 groups=4 pp=2 parts=2 p=2 g=4 os=4 layout=inter open=1 keep=again
+8 model=mha micro=2 sp=4 ring=4 groups=4 pp=2 parts=2 p=2 g=4 os=4 layout=inter open=1 keep=again \
+  tied=1
 8 model=mqa sp=4 ring=4 os=2 layout=inter place=host open=1 keep=no-o optimizer=muon dtype=bf16
 8 block=norms micro=2 tp=2 mode=fsp pp=2 parts=2
 8 model=mha block=norms sp=4 ring=4 groups=4 tp=2 mode=fsp p=2 g=4 os=4 layout=inter open=1
@@ -1442,8 +1493,9 @@ def test_cases_cover_all_pairs_of_mechanisms():
     Each case is usable, and each value of each key occurs. The resumed runs save and load with each
     mechanism. Catches two mechanisms that no case has together.
     """
-    assert all(map(is_usable, CASES + EXAMPLES + RESUMES + WHOLE_RESUMES))
-    assert len(CASES + RESUMES + WHOLE_RESUMES) <= 150
+    resumes = RESUMES + WHOLE_RESUMES + TIED_RESUMES
+    assert all(map(is_usable, CASES + EXAMPLES + resumes))
+    assert len(CASES + resumes) <= 160
     for key, values in VALUES.items():
         # the block "gated" is no value of its key; tests of GPUs take "cuda" and "naive"
         assert {case[key] for case in CASES} - {"gated"} == set(values) - {"cuda", "naive"}, key
@@ -1453,7 +1505,9 @@ def test_cases_cover_all_pairs_of_mechanisms():
         assert (pair in pairs_in_cases) != never_meet(*pair), pair
 
     # a run keeps its model and optimizer when it resumes; all else is saved once and loaded once
-    of_the_model = {name for name in MECHANISMS if re.match("block|kv|bf16|whole|moments", name)}
+    of_the_model = {
+        name for name in MECHANISMS if re.match("block|kv|bf16|whole|moments|tied", name)
+    }
     saving, loading = RESUMES[:-1], RESUMES[1:]
     for cases in (saving, loading):
         assert set().union(*map(mechanisms, cases)) == set(MECHANISMS) - of_the_model
@@ -1501,6 +1555,15 @@ class EmbedsTwice(m.LLaMA):
         return super().embed_tokens(tokens, positions) + super().embed_tokens(tokens, positions)
 
 
+class NeverEmbeds(m.LLaMA):
+    """A model whose last rank gives the embedding no gradient."""
+
+    def embed_tokens(self, tokens, positions):
+        x = super().embed_tokens(tokens, positions)
+        is_last_rank = dist.get_rank() == dist.get_world_size() - 1
+        return x.detach().requires_grad_() if is_last_rank else x
+
+
 def misuse_matrices(lines: list[str]) -> None:
     """Run steps in which no, some or all ranks misuse a matrix, and print the errors.
 
@@ -1510,25 +1573,26 @@ def misuse_matrices(lines: list[str]) -> None:
     global Block
     torch.compiler.set_stance("force_eager")
     groups, plain, llama = {}, Block, m.LLaMA
-    steps = [  # (users, whether the embedding is used twice)
-        (2, False),  # right
-        (1, False),  # never used on rank 1
-        (0, False),  # never used
-        (2, True),  # used twice
-        (3, False),  # used outside project()
+    steps = [  # (users, the model)
+        (2, llama),  # right
+        (1, llama),  # never used on rank 1
+        (0, llama),  # never used
+        (2, EmbedsTwice),
+        (3, llama),  # used outside project()
     ]
     for line in lines:
-        for users, twice in steps:
+        never_embeds = [(2, NeverEmbeds)] if "tied=1" in line else []
+        for users, model_class in steps + never_embeds:
             Block, ExpertBlock.users = ExpertBlock, users
-            train.LLaMA = EmbedsTwice if twice else llama
+            train.LLaMA = model_class
             run, model, states = make_run(make_case(line), groups, SpoilingStream)
             train.load_random_weights(run, states)
             before = values_to_save(states)
             _, norm, finite = train.run_step(model, states, train.load_batch(run, 0), 0.1, 0.0)
             unchanged = torch.equal(before, values_to_save(states))
-            misused = users != 2 or twice
+            misused = users != 2 or model_class is not llama
             outcome = [not finite, bool(norm.isnan()), unchanged]
-            assert outcome == 3 * [misused], (line, users, twice)
+            assert outcome == 3 * [misused], (line, users, model_class)
             try:
                 states.check_uses()
             except train.ConfigError as e:
@@ -1539,22 +1603,26 @@ def misuse_matrices(lines: list[str]) -> None:
 def test_misused_matrices_end_a_step():
     """A matrix that is used twice, never, or outside `project` ends the run on all ranks.
 
-    The error names the matrix. Ranks also stop if one of them has not launched a collective that
-    the others wait for. Catches lost gradients: those of a matrix that is used twice, or of an
-    expert that gets no tokens on some rank.
+    So does a tied matrix that is used three times or once. The error names the matrix. Ranks also
+    stop if one of them has not launched a collective that the others wait for. Catches lost
+    gradients: those of a matrix that is used twice, or of an expert that gets no tokens on some
+    rank.
     """
     lines = ["2", "2 g=2 os=2 micro=2", "2 g=2 os=2 layout=inter micro=2", "2 os=2 micro=4"]
     lines += ["2 p=2 g=2 os=2 keep=mixed", "2 p=2 g=2 os=2 open=1", "2 sp=2 os=2 place=host"]
+    lines += ["2 tied=1", "2 tied=1 p=2 g=2 os=2 micro=2 open=1"]
     text = on_ranks(2, misuse_matrices, lines)
     errors = Counter(re.findall(r"(?m)^(\S+ was used .*?); ", text))
     never = "blocks.4.expert.weight was used 0 times per pass instead of"
     assert errors == {
-        f"{never} 1": 24,
+        f"{never} 1": 32,
         f"{never} 3": 4,
         "embed.weight was used more than once per pass": 14,
-        "blocks.4.expert.weight was used outside project()": 14,
+        "embed.weight was used more than twice per pass": 4,
+        "embed.weight was used 1 times per pass instead of 2": 4,
+        "blocks.4.expert.weight was used outside project()": 18,
     }
-    assert text.count(" (on ranks [1])") == 14
+    assert text.count(" (on ranks [1])") == 22
 
 
 class SparseBlock(Block):
@@ -1858,7 +1926,8 @@ def test_blocks_that_save_unusual_tensors(block, monkeypatch, group):
 
 # ---------------------------------------------------------------------------- a resume
 # Each step of one run is another case, and resumes from the checkpoint of the case before it.
-# RESUMES are such a run's cases for AdamW, WHOLE_RESUMES for Muon, which needs whole matrices.
+# RESUMES are such a run's cases for AdamW, WHOLE_RESUMES for Muon, which needs whole matrices, and
+# TIED_RESUMES for a tied model, whose matrix one stage or two stages save and load.
 
 RESUMES = [
     make_case(line)
@@ -1900,22 +1969,40 @@ WHOLE_RESUMES = [
 1 layout=inter keep=swapped
 """.strip().splitlines()
 ]
+TIED_RESUMES = [
+    make_case(line)
+    for line in """
+1 tied=1 moments=bf16
+2 tied=1 moments=bf16 pp=2 micro=2
+2 tied=1 moments=bf16 p=2 g=2 os=2 place=host
+4 tied=1 moments=bf16 pp=2 os=2 layout=inter
+4 tied=1 moments=bf16 tp=2 os=2
+4 tied=1 moments=bf16 pp=4 parts=1 micro=4 place=host
+4 tied=1 moments=bf16 p=2 g=4 os=4
+4 tied=1 moments=bf16 pp=2 tp=2 mode=mtp
+""".strip().splitlines()
+]
 
 
 @slow
 @parametrize(
-    "block, optimizer, moments",
-    [("norms", "adamw", "fp32"), ("fork", "muon", "fp32"), ("plain", "adamw", "bf16")],
+    "block, optimizer, steps",
+    [
+        ("norms", "adamw", RESUMES),
+        ("fork", "muon", WHOLE_RESUMES),
+        ("plain", "adamw", TIED_RESUMES),
+    ],
+    ids=["adamw", "muon", "tied"],
 )
-def test_resumed_under_others(block, optimizer, moments, tmp_path):
+def test_resumed_under_others(block, optimizer, steps, tmp_path):
     """A run whose steps each resume from another case's checkpoint trains as Plain does.
 
     Catches a state that is read from or written to the wrong rows, columns or rank.
     """
-    steps = RESUMES if optimizer == "adamw" else WHOLE_RESUMES
     documents = tuple(case["docs"] for case in steps)
-    reference = reference_steps("gqa", block, optimizer, documents, moments=moments)
-    of_the_run = {"block": block, "optimizer": optimizer, "moments": moments}
+    of_the_run = {"block": block, "optimizer": optimizer}
+    of_the_model = {key: steps[0][key] for key in ("moments", "tied")}
+    reference = reference_steps("gqa", block, optimizer, documents, **of_the_model)
     first_step = 0
     for ranks, group_of_steps in itertools.groupby(steps, lambda case: case["ranks"]):
         cases = [case | of_the_run for case in group_of_steps]
