@@ -182,7 +182,7 @@ def test_averages_follow_the_weights_under_any_sharding():
     that leaves out norms, or that a step with an infinite gradient changes.
     """
     lines = ["2 p=2 g=2 os=2 sp=2 block=norms", "2 os=2 layout=inter place=host keep=swapped"]
-    lines += ["2 tp=2 mode=mtp place=host", "2 pp=2 micro=2 block=gemma"]
+    lines += ["2 tp=2 mode=mtp place=host", "2 pp=2 micro=2 block=gemma tied=1"]
     on_ranks(2, check_averages, lines)
 
 
