@@ -562,11 +562,11 @@ def flops_per_token(
     """Return model FLOPs per token, forward and backward: (causal, full).
 
     A parameter costs one multiply-add in forward and two in backward: 6 P FLOPs. The embedding is
-    counted although it is a look-up, as is usual. A tied matrix is counted once, for the head. For a sequence of s = `seq` tokens, attention
-    multiplies each query with s keys and the scores with s values: 4 s H D per layer, and three
-    times that with the backward. So "full" adds 12 L H D s, the convention of AMSP and Megatron. A
-    causal mask halves the pairs, so "causal" adds 6 L H D s (Memo, 5.1). Recomputation is never
-    counted.
+    counted although it is a look-up, as is usual. A tied matrix is counted once, for the head. For
+    a sequence of s = `seq` tokens, attention multiplies each query with s keys and the scores with
+    s values: 4 s H D per layer, and three times that with the backward. So "full" adds 12 L H D s,
+    the convention of AMSP and Megatron. A causal mask halves the pairs, so "causal" adds 6 L H D s
+    (Memo, 5.1). Recomputation is never counted.
 
     keys_seen replaces s if sequences consist of documents. If token number i of a document attends
     to i keys, keys_seen is the mean of 2i - 1 over all tokens. For one document of s tokens this
