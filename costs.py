@@ -142,7 +142,7 @@ class Plan:
     @property
     def matrices(self):
         """Return (rows, cols) of each matrix of a layer on one rank, in the order of use."""
-        return block_matrices(llama.Block, self.local_model)
+        return block_matrices(llama.block_class(self.model), self.local_model)
 
     @property
     def q_kv_widths(self):
@@ -173,7 +173,8 @@ class Plan:
     def params(self) -> int:
         """Return P, the parameters of a rank's matrices before they are sharded. Vectors, such as
         norm weights, are not counted."""
-        per_layer = layer_params(llama.LLaMA, llama.Block, self.local_model)
+        block_class = llama.block_class(self.model)
+        per_layer = layer_params(llama.LLaMA, block_class, self.local_model)
         layers = sum(per_layer)
         if self.pp > 1:  # a fork's layers may differ, and a stage may have the largest ones
             layers = self.stage_layers * max(per_layer)

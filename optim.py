@@ -1,12 +1,13 @@
-"""Optimizers, and their states in GPU memory or in host memory.
+"""Optimizers, their states in GPU memory or in host memory, and learning-rate schedules.
 
 An optimizer is a function and a list of its states. AdamW here is a dozen lines. A rank updates
 only the elements that it owns: 1/os of each matrix, or with --os-layout inter all or nothing of a
 p-shard (AMSP, section IV; shard.py). Then shard.States broadcasts the updated parameters.
 
-To add an optimizer, write a function like `adamw` and a row of OPTIMIZERS. Its states are then
-sharded, saved, resumed, moved to the host and counted by the planner, as AdamW's are.
-examples/muon.py adds one, with its flag. The shortest is SGD:
+To add an optimizer, write a function like `adamw` and a row of OPTIMIZERS, which --optimizer
+chooses. Its states are then sharded, saved, resumed, moved to the host and counted by the planner,
+as AdamW's are. examples/muon.py adds one, and examples/ema.py adds a state to one. The shortest is
+SGD:
 
     def sgd(u: Update) -> None:                           # u.weight, u.grad, u.lr, ... by name
         master = u.states["master"]
@@ -28,6 +29,8 @@ random, so that they are right in the mean (round_stochastically). Plain roundin
 second moment too early: each update takes it 5 % of the way to the squared gradient, and when it is
 still 4 to 8 % away, that step is less than half of the distance between two bf16 numbers.
 
+A row of SCHEDULES says how the learning rate falls (examples/schedule.py adds two).
+
 Left out: learning rates per parameter.
 """
 
@@ -36,7 +39,7 @@ import itertools
 import math
 import zlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -72,8 +75,8 @@ class Update(NamedTuple):
     """The argument of an optimizer's function, which writes `weight` and `states` in place.
 
     The tensors are a range of the flat matrix, (n,). If Optimizer.whole, they are the whole matrix,
-    (rows, cols). shard.States also updates all vectors by one Update, whose name is "vectors"; only
-    `adamw` gets it.
+    (rows, cols). shard.States also updates all vectors by one Update, whose name is "vectors". It
+    goes to Optimizer.vectors.
     """
 
     name: str  # of the parameter, as in a checkpoint
@@ -140,6 +143,7 @@ class State:
 
     name: str
     dtype: torch.dtype | None = None  # None: float32, or the compute dtype if that is wider
+    starts_as_weight: bool = False  # False: it starts at 0
 
 
 @dataclass(frozen=True)
@@ -149,20 +153,21 @@ class Optimizer:
     update(u: Update) writes u.weight and u.states in place. It must keep three rules. Of the first
     one check_optimizer tests only the name; it tests the other two on an example.
 
-        1. One state is named "master". It is the weight itself, in float32 or wider. The other
-           states start at 0.
+        1. One state is named "master". It is the weight itself, in float32 or wider.
         2. If u.finite is false, nothing changes. Select by torch.where, as `adamw` does, because
            infinity times 0 is not 0.
         3. The update of a range of a matrix does not depend on the rest of the matrix. If it does,
            set whole=True.
 
     It updates every Matrix: the embedding, the head, and the matrices of a layer. There q, k and v
-    are one Matrix, and so are gate and up. Vectors (norms and biases) are always updated by AdamW.
+    are one Matrix, and so are gate and up. `vectors` updates norms and biases.
     """
 
     update: Callable[[Update], None]
     states: tuple[State, ...]
     whole: bool = False  # it needs whole matrices: --os-layout inter --p 1 --tp 1
+    vectors: "Optimizer | None" = None  # the optimizer of vectors; None: AdamW
+    exported: str = "master"  # the state that --export writes
 
     def dtypes(self, accum_dtype: torch.dtype) -> dict[str, torch.dtype]:
         """Return the dtype of each state by name. accum_dtype: of states that name no dtype; it is
@@ -257,7 +262,7 @@ BF16_MOMENTS = Optimizer(
     adamw_bf16,
     (State("master"), State("exp_avg", torch.bfloat16), State("exp_avg_sq", torch.bfloat16)),
 )
-# of matrices, by the name in a plan (planner.py). --moments bf16 chooses the second one
+# --optimizer: of matrices. A fork adds a row. --moments bf16 chooses the second one
 OPTIMIZERS = {"adamw": ADAMW, "adamw-bf16": BF16_MOMENTS}
 
 
@@ -352,7 +357,8 @@ def check_optimizer(name: str, optimizer: Optimizer) -> None:
     """Raise ValueError if an optimizer breaks one of these rules. Without this check it would train
     wrong without an error.
 
-        One state is named "master", and no two have the same name.
+        One state is named "master", and no two have the same name. Matrices and vectors have
+        the state that --export writes.
         A step that is not finite changes neither the weight nor a state.
         Updating a matrix in two halves gives the same as updating it at once, unless
         optimizer.whole. A rank relies on this, because it updates only the part that it owns.
@@ -365,6 +371,15 @@ def check_optimizer(name: str, optimizer: Optimizer) -> None:
             f"--optimizer {name}: its states are {', '.join(s.name for s in optimizer.states)}; "
             'states must have different names, and one must be "master", the weight itself'
         )
+    vectors = optimizer.vectors or ADAMW
+    for what, states in (("matrices", optimizer.states), ("vectors", vectors.states)):
+        if optimizer.exported not in [state.name for state in states]:
+            raise ValueError(
+                f"--optimizer {name}: --export would write the state {optimizer.exported!r}, which "
+                f"{what} do not have; theirs are {', '.join(state.name for state in states)}"
+            )
+    if optimizer.vectors:
+        check_optimizer(name, replace(optimizer.vectors, vectors=None, exported="master"))
     shape = (16, 16) if optimizer.whole else (256,)
     rng = torch.Generator().manual_seed(0)
     random = functools.partial(torch.rand, shape, generator=rng, dtype=torch.float64)
@@ -415,6 +430,34 @@ def check_optimizer(name: str, optimizer: Optimizer) -> None:
                     "matrix; declare Optimizer(..., whole=True)"
                 )
 
+
+# ---------------------------------------------------------------------------- schedules
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """How the learning rate falls after the warm-up, from --lr to --min-lr * --lr.
+
+    falls(done) returns how far the rate has fallen, when the fraction `done` of the decay is over:
+    from falls(0) = 0 at --lr to 1 at the minimum. train.learning_rate uses it.
+
+    stable: False if the decay takes all steps after the warm-up. True if the rate first stays at
+    --lr, and falls only in the last --decay-steps. Then a run that is resumed with more steps
+    before its decay has begun moves the decay to its new end.
+    """
+
+    falls: Callable[[float], float]
+    stable: bool = False
+
+
+# --schedule: a fork adds a row. With wsd (warm-up, stable, decay) the rate falls as
+# 1 - sqrt(done), which Hägele et al. (arXiv 2405.18392) found better than a line. In their runs, a
+# decay of 20 % of the steps, our default, was as good as a cosine
+SCHEDULES = {
+    "cosine": Schedule(lambda done: 0.5 * (1 - math.cos(math.pi * done))),
+    "constant": Schedule(lambda done: 0.0),
+    "wsd": Schedule(math.sqrt, stable=True),
+}
 
 # ---------------------------------------------------------------------------- where states are
 

@@ -276,6 +276,9 @@ class Constraints:
     os: Count = flag(None, "Number of optimizer state shards, a multiple of p. auto: as for --p.")
     strategy: str = flag(
         "", "Set p, g and os by a name: ddp, zero1, zero2, zero3, mics:K or zero1.5:K.")
+    optimizer: str = flag(
+        "adamw", "Optimizer of matrices, a row of optim.OPTIMIZERS. Norms and biases have AdamW, "
+        "unless the row says otherwise.", among=OPTIMIZERS)
     os_layout: str = flag(
         "auto", "Layout of optimizer states: a rank owns whole tensors (inter), or each tensor is "
         "split evenly (intra). auto: intra, if the optimizer allows it.",
@@ -331,7 +334,6 @@ class Constraints:
     gpu_memory: Count = flag(
         None, "Bytes of a GPU that may be used, such as 80G. auto: all.", 2**20, 2**60)
     # fmt: on
-    optimizer: str = "adamw"
     default_tokens: int = 0  # per step, if --batch is auto; batch_choices rounds it
     most_sequences: Count = None  # sequences that the data has
 
@@ -345,6 +347,8 @@ class Constraints:
     @property
     def matrix_optimizer(self) -> str:
         """Return the row of optim.OPTIMIZERS for matrices. Raises ValueError."""
+        if self.optimizer == "adamw-bf16":  # one way to say it
+            raise ValueError("--optimizer adamw-bf16: say --optimizer adamw --moments bf16")
         if self.moments == "fp32":
             return self.optimizer
         if self.optimizer != "adamw":
@@ -1549,12 +1553,9 @@ def figures(plan: Plan, hardware: Hardware) -> dict:
 def command(plan: Plan, asked) -> str:
     """Return the command that runs a plan, to be started on each node. It repeats all flags that
     were asked for. asked: the flags of a program, with a model."""
-    values = (
-        vars(asked)
-        | vars(plan)
-        | asdict(plan.factors)
-        | {"overlap": ",".join(plan.overlap) or "none", "strategy": "", "dtype": asked.dtype}
-    )
+    values = vars(asked) | vars(plan) | asdict(plan.factors)
+    values |= {"overlap": ",".join(plan.overlap) or "none", "strategy": ""}
+    values |= {"dtype": asked.dtype, "optimizer": asked.optimizer}  # as flags spell them
     if plan.recompute == "auto":
         values["recompute"] = asked.recompute
     if values["recompute"] != "auto":

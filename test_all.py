@@ -69,7 +69,6 @@ import attention
 import checkpoint
 import costs
 import data
-import examples.alibi  # noqa: F401  (it adds a row to attention.KERNELS)
 import hf
 import model as m
 import offload
@@ -81,8 +80,10 @@ import shard
 import streams
 import tensor
 import train
+
+# each example adds rows to a table: KERNELS, ARCHITECTURES, OPTIMIZERS or SCHEDULES
+from examples import alibi, ema, gelu, gemma, local, muon, schedule  # noqa: F401
 from examples.block import ForkBlock
-from examples.muon import FLAG
 from ranks import Groups, use_more_queues
 
 ROOT = Path(__file__).parent  # the project's folder
@@ -125,11 +126,30 @@ SIZES = {  # vocab, C, layers, heads, key/value heads, F, head dim
 }
 
 
+def gated(activation: Callable) -> Callable:
+    """Return the function of gate|up (..., 2F) that gives activation(gate) * up (..., F)."""
+
+    def function(gate_up):
+        gate, up = gate_up.chunk(2, -1)
+        return activation(gate) * up
+
+    return function
+
+
+gelu_of_tanh = torch.nn.GELU("tanh")
+ACTIVATIONS = {  # of the MLP, by `block`; "plain" for those that are not here
+    "plain": gated(F.silu),
+    "geglu": gated(gelu_of_tanh),
+    "gemma": gated(gelu_of_tanh),
+    "gelu": gelu_of_tanh,
+}
+
+
 class PlainLayer(torch.nn.Module):
     """A LLaMA layer made of PyTorch's modules. Its weights have model.py's names.
 
     block: "plain" is LLaMA's layer. "norms" adds Qwen's biases and norms of q and k, "gated" adds
-    the gate of GatedBlock, and "fork" is examples/block.py.
+    the gate of GatedBlock, and "fork", "gelu", "geglu" and "gemma" are rows of examples/.
     """
 
     def __init__(self, cfg: m.ModelConfig, block: str):
@@ -140,7 +160,7 @@ class PlainLayer(torch.nn.Module):
         self.norm1, self.norm2 = nn.RMSNorm(c, cfg.norm_eps), nn.RMSNorm(c, cfg.norm_eps)
         self.qkv = nn.Linear(c, sum(self.heads) * d, bias=block in ("norms", "fork"))
         self.out = nn.Linear(cfg.heads * d, c, bias=False)
-        self.gate_up = nn.Linear(c, 2 * f, bias=False)
+        self.gate_up = nn.Linear(c, f if block == "gelu" else 2 * f, bias=False)
         self.down = nn.Linear(f, c, bias=False)
         if self.qkv.bias is not None:
             self.q_norm, self.k_norm = nn.RMSNorm(d, cfg.norm_eps), nn.RMSNorm(d, cfg.norm_eps)
@@ -148,6 +168,9 @@ class PlainLayer(torch.nn.Module):
             self.last_norm = nn.RMSNorm(c, cfg.norm_eps)
         if block in ("fork", "gated"):
             self.gate = nn.Linear(c, 3, bias=False)
+        if block == "gemma":
+            self.attention_norm = nn.RMSNorm(c, cfg.norm_eps)
+            self.mlp_norm = nn.RMSNorm(c, cfg.norm_eps)
 
     def forward(self, x, rotation, mask):
         """Return the layer's output (B, T, C).
@@ -168,11 +191,17 @@ class PlainLayer(torch.nn.Module):
         o = F.scaled_dot_product_attention(rotate(q), rotate(k), v, mask, enable_gqa=True)
         if self.block == "gated":
             o = o * torch.sigmoid(self.gate(x)).sum(-1)[:, None, :, None]
-        h = x + self.out(o.transpose(1, 2).flatten(2))
+        o = self.out(o.transpose(1, 2).flatten(2))
+        if self.block == "gemma":
+            o = self.attention_norm(o)
+        h = x + o
 
-        # SwiGLU
-        gate, up = self.gate_up(self.norm2(h)).chunk(2, -1)
-        y = h + self.down(F.silu(gate) * up)
+        # MLP
+        activation = ACTIVATIONS.get(self.block, ACTIVATIONS["plain"])
+        y = self.down(activation(self.gate_up(self.norm2(h))))
+        if self.block == "gemma":
+            y = self.mlp_norm(y)
+        y = h + y
         if self.block != "fork":
             return y
 
@@ -190,6 +219,7 @@ class Plain(torch.nn.Module):
         super().__init__()
         self.cfg = cfg
         self.kernel = kernel
+        self.embedding_scale = cfg.dim**0.5 if block == "gemma" else 1.0
         self.embed = torch.nn.Embedding(cfg.vocab, cfg.dim)
         self.blocks = torch.nn.ModuleList(PlainLayer(cfg, block) for _ in range(cfg.layers))
         self.norm = torch.nn.RMSNorm(cfg.dim, cfg.norm_eps)
@@ -216,6 +246,10 @@ class Plain(torch.nn.Module):
             slopes = 0.5 ** (1 + torch.arange(self.cfg.heads).double())  # for 8 heads
             bias = slopes[:, None, None] * (index[0] - index[0][:, None])
             mask = torch.where(mask, bias, -torch.inf)  # (B, H, T, T)
+        masks = [mask for _ in self.blocks]
+        if self.kernel == "local":  # every second layer has a window
+            near = index[0][:, None] - index[0] < local.WINDOW
+            masks[::2] = [mask & near for _ in masks[::2]]
 
         # RoPE: positions count from the beginning of each document
         positions = index - torch.where(begins_document, index, 0).cummax(1).values
@@ -223,8 +257,8 @@ class Plain(torch.nn.Module):
         angle = positions[:, None, :, None] * self.cfg.rope_theta**-exponent  # (B, 1, T, D/2)
         rotation = torch.polar(torch.ones_like(angle), angle)
 
-        x = self.embed(tokens)
-        for block in self.blocks:
+        x = self.embed(tokens) * self.embedding_scale
+        for block, mask in zip(self.blocks, masks):
             x = block(x, rotation, mask)
         return self.head(self.norm(x))
 
@@ -496,7 +530,13 @@ def plan_of(case: dict) -> costs.Plan:
     """Return the plan that a case runs, as the planner would make it."""
     value = SimpleNamespace(**case)
     norms = value.block == "norms"
-    model = replace(SIZES[value.model], qkv_bias=norms, qk_norm=norms, tied=bool(value.tied))
+    model = replace(
+        SIZES[value.model],
+        qkv_bias=norms,
+        qk_norm=norms,
+        tied=bool(value.tied),
+        architecture=value.block if value.block in m.ARCHITECTURES else "llama",
+    )
     micro_batch = BATCH * value.sp * value.tp * value.pp // value.ranks // value.micro
     tokens = micro_batch * SEQ // value.sp
     chunk = min(tokens, tokens // value.chunks + 1)  # so the last chunk is shorter
@@ -555,6 +595,9 @@ class GatedBlock(Block):
         return super().post(x, o * gate, positions)
 
 
+m.ARCHITECTURES["gated"] = m.Architecture(GatedBlock)
+
+
 def make_run(case: dict, groups: dict, stream_class: type) -> tuple:
     """Build a case with train.py. Return this rank's run, model and states.
 
@@ -581,7 +624,7 @@ def make_run(case: dict, groups: dict, stream_class: type) -> tuple:
         plan,
         training=SimpleNamespace(sample=make_window),
     )
-    m.Block = {"fork": ForkBlock, "gated": GatedBlock}.get(case["block"], Block)
+    m.Block = Block
     process_groups = groups_of(plan, groups)
     use_stream_class(stream_class)
     op = train.make_attention(run, process_groups)
@@ -1106,6 +1149,7 @@ REFUSED = list(NEVER_MEET.values()) + [
         "--head-groups 3: groups must have equally many of a rank's 8 query heads and of its 4",
     ),
     ("2 sp=2 ring=2 kernel=alibi", "--ring 2: --attention alibi, which may see heads.* --ring 1"),
+    ("2 sp=2 ring=2 kernel=local", "--ring 2: --attention local, which may see heads.* --ring 1"),
 ]
 
 
@@ -1325,8 +1369,34 @@ dtype=bf16 moments=bf16
 ]
 CASES = ALONE + PICKED + COVER
 
+# Examples that are no values in VALUES, so that they need not meet every mechanism. Each row of
+# EXAMPLE_ROWS runs in each mode. To add an example, write a row, and the same change in Plain
+EXAMPLE_ROWS = ["block=gelu", "block=gemma", "kernel=local"]
+EXAMPLE_MODES = """
+1 micro=2
+1 keep=mixed place=host
+2 sp=2 p=2 g=2 os=2 keep=swapped
+2 tp=2 mode=mtp keep=kept
+2 tp=2 mode=fsp
+2 pp=2 micro=2 keep=again
+""".strip().splitlines()
+MORE_EXAMPLES = """
+1 block=geglu keep=mixed
+2 block=geglu tp=2 mode=mtp
+1 optimizer=ema place=host
+2 block=gemma kernel=local optimizer=ema pp=2 os=1 keep=swapped         # all at once
+2 block=gemma kernel=local optimizer=ema sp=2 p=2 g=2 os=2
+""".strip().splitlines()
+EXAMPLES = [
+    make_case(line)
+    for line in [f"{mode} {row}" for row in EXAMPLE_ROWS for mode in EXAMPLE_MODES] + MORE_EXAMPLES
+]
 
-@parametrize("size, block", [("gqa", "plain"), ("mqa", "norms"), ("mha", "fork")])
+
+@parametrize(
+    "size, block",
+    [("gqa", "plain"), ("mqa", "norms"), ("mha", "fork"), ("gqa", "gemma"), ("mqa", "gelu")],
+)
 def test_model_equals_plain_pytorch(size, block, monkeypatch):
     """The model has Plain's logits, loss and gradients, in one process and without sharding.
 
@@ -1334,9 +1404,9 @@ def test_model_equals_plain_pytorch(size, block, monkeypatch):
     label that is lost.
     """
     norms = block == "norms"
-    monkeypatch.setattr(m, "Block", ForkBlock if block == "fork" else Block)
+    architecture = block if block in m.ARCHITECTURES else "llama"
     monkeypatch.setattr(ops, "LOSS_ELEMENTS", 67 * 7)
-    cfg = replace(SIZES[size], qkv_bias=norms, qk_norm=norms)
+    cfg = replace(SIZES[size], qkv_bias=norms, qk_norm=norms, architecture=architecture)
     model, plain = m.LLaMA(cfg).double(), Plain(cfg, block, "cpu")
     model.load_state_dict(plain.weights())
 
@@ -1397,12 +1467,12 @@ def test_attention_equals_its_definition(limit, kv_heads, queries, keys, monkeyp
 @slow
 @parametrize("ranks", [1, 2, 4, 8])
 def test_equals_one_process(ranks, tmp_path):
-    """Each case with this number of ranks trains as Plain does.
+    """Each case with this number of ranks trains as Plain does, and so do the examples.
 
     Catches a buffer that is stale or mistaken for another one, a sum over the wrong ranks, a
     gradient that is counted twice or halved, and a norm that lacks a rank's share.
     """
-    cases = [case for case in CASES if case["ranks"] == ranks]
+    cases = [case for case in CASES + EXAMPLES if case["ranks"] == ranks]
     if ALL_COMBINATIONS:
         cases += random_cases(ranks, 300)
     compare_with_plain(ranks, cases, tmp_path)
@@ -1424,7 +1494,7 @@ def test_cases_cover_all_pairs_of_mechanisms():
     mechanism. Catches two mechanisms that no case has together.
     """
     resumes = RESUMES + WHOLE_RESUMES + TIED_RESUMES
-    assert all(map(is_usable, CASES + resumes))
+    assert all(map(is_usable, CASES + EXAMPLES + resumes))
     assert len(CASES + resumes) <= 160
     for key, values in VALUES.items():
         # the block "gated" is no value of its key; tests of GPUs take "cuda" and "naive"
@@ -1738,19 +1808,15 @@ def test_fields_that_would_be_dropped_are_refused(tmp_path, monkeypatch):
 
 @slow
 def test_fork_optimizer(tmp_path):
-    """examples/muon.py trains on two ranks that share the matrices, with its flag in train.py.
+    """examples/muon.py trains on two ranks that share the matrices.
 
     Catches an example whose lines do not run, and a plan that splits matrices although the
     optimizer needs whole ones.
     """
-    line = "    steps: int = flag("
-    source = (ROOT / "train.py").read_text().replace(line, f"    {FLAG}\n{line}")
-    (tmp_path / "fork.py").write_text(source)
-    code = f"exec(Path({str(tmp_path / 'fork.py')!r}).read_text(), vars(train))"
     flags = f"--out {tmp_path}/o --optimizer muon"
-    text = run(f"{flags} --p 2", 2, code, expect=1)
+    text = run(f"{flags} --p 2", 2, expect=1)
     assert "needs whole matrices: --os-layout inter --p 1" in text
-    assert " inter; " in run(f"{flags} --os 2", 2, code)
+    assert " inter; " in run(f"{flags} --os 2", 2)
     first, *_, last = losses(tmp_path / "o")
     assert last[1] < first[1]
 

@@ -108,6 +108,23 @@ def test_greedy_text_of_an_import_equals_transformers(kind, tmp_path):
     assert ended == drawn[: drawn.index(drawn[5])]
 
 
+def test_greedy_text_of_a_tied_import_equals_transformers(tmp_path):
+    """A tied model, whose head is its embedding, is read from a folder and from a checkpoint.
+
+    Catches a head that is not in the files, and is left without values.
+    """
+    hf_model(tmp_path / "in", "qwen2", tie_word_embeddings=True)
+    flags = f"--init hf:{tmp_path}/in --steps 1 --lr 0.02 --warmup 0"
+    run(f"{flags} --out {tmp_path}/run --export {tmp_path}/export")
+    prompt = [3, 5, 250]
+    for folder, ours in (("in", "in"), ("export", "export"), ("export", "run")):
+        loaded = load(tmp_path / ours, "bytes")
+        assert loaded.model.cfg.tied and loaded.positions == 256
+        drawn = list(sample.generate(loaded.model, prompt, 12, 0.0))
+        wanted = greedy_of_transformers(tmp_path / folder, prompt, 12)
+        assert len(wanted) > 3 and drawn[: len(wanted)] == wanted, ours
+
+
 @slow
 def test_text_of_a_split_model_equals_that_of_its_export(tmp_path):
     """A checkpoint of ranks that share matrices is read whole.
