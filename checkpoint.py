@@ -422,21 +422,21 @@ def read_whole(state: SavedState, dtype: torch.dtype) -> Tensor:
     return whole
 
 
-WEIGHT_STATES = ("master",)  # states that are the weight itself
-
-
-def open_weights(saved: Checkpoint, shapes: dict[str, tuple]) -> Callable[[str], Tensor]:
+def open_weights(
+    saved: Checkpoint, shapes: dict[str, tuple], state_name: str = "master"
+) -> Callable[[str], Tensor]:
     """Check that a checkpoint has exactly the weights of a model. Return read(name) -> the whole
     weight in float32, on the CPU.
 
-    A weight is one of its states (WEIGHT_STATES), which is read when read() is called. shapes: of
-    LLaMA.shapes. Both functions raise ValueError, read() also for values that are not finite.
+    A weight is read when read() is called. shapes: of LLaMA.shapes. state_name: the state that
+    holds the weight, Optimizer.exported for what an export would write. Both functions raise
+    ValueError, read() also for values that are not finite.
     """
     states = open_parts(saved)
     weights = {}
     for name, state in states.items():
         kind, _, weight = name.partition(".")
-        if kind in WEIGHT_STATES:
+        if kind == state_name:
             weights[weight] = state
     wrong = [
         name

@@ -48,6 +48,7 @@ import train
 from attention import KERNELS, Attention, pick_kernel
 from data import own_file
 from model import LLaMA, param_count, plain_attention
+from optim import OPTIMIZERS
 from planner import DTYPES, home_path
 from prepare import config_ids, load_tokenizer, named_tokens
 
@@ -227,7 +228,8 @@ def load_checkpoint(path: Path, tokenizer: str, device: torch.device, dtype: tor
 
     with torch.device("meta"):
         model = LLaMA(cfg, attention).to(dtype).requires_grad_(False)
-    read = checkpoint.open_weights(saved, model.shapes)
+    exported = OPTIMIZERS[flags.optimizer].exported  # the text of an export is the same
+    read = checkpoint.open_weights(saved, model.shapes, exported)
     model.to_empty(device=device)
     for name, weight in model.named_parameters():
         weight.copy_(read(name))  # one at a time is in memory twice

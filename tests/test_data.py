@@ -351,14 +351,14 @@ def test_data_goes_on_where_it_was_left(tmp_path):
     skipped on resume, and a label that counts across a document's border.
     """
     flags = f"--out {tmp_path} --steps"
-    main(f"{flags} 2 --dtype fp64 --lr 0 --document-token 10 --batch 4")
+    main(f"{flags} 2 --dtype fp64 --lr 0 --document-token 32 --batch 4")
     for more in ("3", "4 --batch 2"):
         train.main(f"--device cpu --resume {flags} {more}".split())
     sequences, _ = data.split(data.open_corpus(train.Config.data)[0], None, 32, 0)
     ends = (0, 4, 8, 12, 14)
     for row, first, end in zip(read_log(tmp_path), ends[:-1], ends[1:], strict=True):
         windows = [sequences.sample(i) for i in range(first, end)]
-        assert row["loss"] == approx(bare_loss(windows, 10), rel=1e-11)
+        assert row["loss"] == approx(bare_loss(windows, 32), rel=1e-11)
         assert 1 < row["keys_seen"] < 32
 
 

@@ -13,13 +13,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from pytest import raises
+from pytest import approx, raises
 
 import checkpoint
+import data
 import sample
 import train
 from helpers import edit_meta, hf_model, make_tokenizer
-from test_all import ROOT, main, parametrize, run, slow
+from test_all import ROOT, main, parametrize, read_log, run, slow
 
 CPU = torch.device("cpu")
 TEXT = "one two three four five six seven\n" * 99
@@ -108,13 +109,48 @@ def test_greedy_text_of_an_import_equals_transformers(kind, tmp_path):
     assert ended == drawn[: drawn.index(drawn[5])]
 
 
+def test_greedy_text_of_a_tied_import_equals_transformers(tmp_path):
+    """A tied model, whose head is its embedding, is read from a folder and from a checkpoint.
+
+    Catches a head that is not in the files, and is left without values.
+    """
+    hf_model(tmp_path / "in", "qwen2", tie_word_embeddings=True)
+    flags = f"--init hf:{tmp_path}/in --steps 1 --lr 0.02 --warmup 0"
+    run(f"{flags} --out {tmp_path}/run --export {tmp_path}/export")
+    prompt = [3, 5, 250]
+    for folder, ours in (("in", "in"), ("export", "export"), ("export", "run")):
+        loaded = load(tmp_path / ours, "bytes")
+        assert loaded.model.cfg.tied and loaded.positions == 256
+        drawn = list(sample.generate(loaded.model, prompt, 12, 0.0))
+        wanted = greedy_of_transformers(tmp_path / folder, prompt, 12)
+        assert len(wanted) > 3 and drawn[: len(wanted)] == wanted, ours
+
+
+@parametrize("flags", ["", "--architecture gemma --attention local"])
+def test_a_checkpoint_has_the_run_s_validation_loss(flags, tmp_path):
+    """The model of a checkpoint has the loss that the run's last evaluation had.
+
+    So has that of a fork whose layers and kernel are not Llama's. Catches a kernel or a layer that
+    sample.py would replace by Llama's.
+    """
+    run(f"--steps 3 --lr 0.02 --warmup 0 --eval-every 0 {flags} --out {tmp_path}")
+    wanted = read_log(tmp_path)[-1]["val_loss"]
+    model = load(tmp_path).model
+    corpus, _ = data.open_corpus(train.Config.data)
+    _, validation = data.split(corpus, None, 32, 0)
+    windows = torch.stack([torch.from_numpy(validation.window(i).tokens) for i in range(64)])
+    losses = model(windows[:, :-1], windows[:, 1:].contiguous(), per_token=True)
+    assert losses.mean().item() == approx(wanted, rel=1e-5)
+
+
 @slow
 def test_text_of_a_split_model_equals_that_of_its_export(tmp_path):
-    """A checkpoint of ranks that share matrices is read whole.
+    """A checkpoint of ranks that share matrices is read whole. If the optimizer averages the
+    weights, the average is read, as an export writes it.
 
-    Catches a slice of a matrix at a wrong place.
+    Catches a slice of a matrix at a wrong place, and text of other weights than the export's.
     """
-    flags = "--steps 1 --lr 0.02 --warmup 0 --tp 2 --tp-mode msp"
+    flags = "--steps 2 --lr 0.02 --warmup 0 --tp 2 --tp-mode msp --optimizer ema"
     run(f"{flags} --out {tmp_path}/run --export {tmp_path}/export", 2)
     ours, exported = load(tmp_path / "run"), load(tmp_path / "export")
     for name, weight in exported.model.state_dict().items():

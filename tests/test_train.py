@@ -431,7 +431,7 @@ def test_one_run_under_four_plans(tmp_path):
         (
             4,
             re.sub(r"\d\S*", "auto", swapping) + " --tp 2 --pp 2 --os-place host --save-async",
-            "pp: 2",
+            "pipeline stages (pp): 2",
         ),
         (
             0,
