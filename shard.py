@@ -92,8 +92,15 @@ Set-up, and then a training step as train.run_step runs it:
     states.finish_gradients()
     norm, finite = states.update(lr, clip)
 
+Frozen weights (ops.Weight). A frozen matrix takes 2P/p bytes and nothing else. It is gathered as
+other matrices are, in forward and in backward, and it sends no gradients and no new parameters. A
+checkpoint holds it as "frozen.NAME", in the compute dtype. A unit all of whose matrices are frozen
+is never open in backward. Backward gathers no weights of layers that it does not reach
+(LLaMA.forward_only_layers).
+
 Left out: quantised communication, learning rates per parameter, and matrices that are used twice.
 Every rank must use every Matrix exactly once per pass, or the step changes nothing (check_uses).
+Only uses of matrices that train are counted.
 """
 
 import contextlib
@@ -239,9 +246,10 @@ class ShardedParam:
     module: Matrix
     unit: "Unit"
     owner: int  # layout inter: the owner of this p-shard, as its index in the subgroup
+    shard_start: int  # index of param_shard's first element in the flat matrix
     owned_start: int  # index of the first owned element in the flat matrix
 
-    # parameters
+    # parameters. All tensors below are empty, (0,), if the matrix is frozen, except for these two
     param_shard: Tensor  # (S/p,): has the new parameters once `broadcast_done` is reached
     # (S,): valid once its `event` is reached, until a parameter of the layer after the next one is
     # gathered into the same buffer. If p = 1, it is param_shard
@@ -263,7 +271,8 @@ class ShardedParam:
     # the ranks with the same owned_grad (intra) or the same p-shard (inter), which all-reduce their
     # gradients once per step; None: only this rank
     replicas: dist.ProcessGroup | None
-    num_chunks: int  # token chunks per backward pass: each adds one contribution to the gradient
+    # token chunks per backward pass: each adds one contribution to the gradient. 0 if frozen
+    num_chunks: int
     # optimizer states by name, each as large as owned_param, on the GPU or on the host
     states: dict[str, Tensor] = field(default_factory=dict)
 
@@ -294,8 +303,11 @@ class Unit:
     name: str  # such as "blocks.0"
     index: int  # the unit's number, in the order of use
     params: list[ShardedParam] = field(default_factory=list)  # in the order of use
+    # whether backward reads the unit's weights: not those of the embedding, nor of the first layers
+    # if no weight trains up to their end
+    read_in_backward: bool = False
     next_params: Sequence[ShardedParam] = ()  # of the next unit
-    # of the previous unit if that is a layer: backward reads no weight of the embedding
+    # of the previous unit, if backward reads them
     previous_params: Sequence[ShardedParam] = ()
     passes_done: int = 0  # backward passes of this step that are complete
     # index, in the order of backward, of the first gradient whose reduction is not launched yet
@@ -304,6 +316,11 @@ class Unit:
     @property
     def is_layer(self) -> bool:
         return self.name.startswith("blocks.")
+
+    @property
+    def trained_params(self) -> list[ShardedParam]:
+        """Return the params that are not frozen, in the order of use."""
+        return [param for param in self.params if not param.module.frozen]
 
 
 class GatherPlan(NamedTuple):
@@ -355,8 +372,7 @@ def accumulate(total: Tensor, x: Tensor, first: bool) -> None:
 def check_weights(model: nn.Module, stages: int = 1) -> None:
     """Raise ValueError for a weight that would not train, or that would train wrong.
 
-    These are: a weight that belongs to no Matrix or Vector; a frozen weight; a buffer on the meta
-    device; a Matrix with two paths in the model; and, in a pipeline, a Vector with two paths, which
+    These are: a weight that belongs to no Matrix or Vector; a buffer on the meta device; a Matrix with two paths in the model; and, in a pipeline, a Vector with two paths, which
     may be on two stages. stages: the number of pipeline stages into which the model will be split.
     """
     paths: dict[nn.Module, list[str]] = {}
@@ -375,17 +391,13 @@ def check_weights(model: nn.Module, stages: int = 1) -> None:
                 "pipeline stages. Make two Vectors, or use --pp 1."
             )
     sharded = {id(module.weight) for module in paths}
-    wrong = [
-        name
-        for name, weight in model.named_parameters()
-        if id(weight) not in sharded or not weight.requires_grad
-    ]
+    wrong = [name for name, weight in model.named_parameters() if id(weight) not in sharded]
     wrong += [name for name, buffer in model.named_buffers() if buffer.is_meta]
     if wrong:
         raise ValueError(
             f"{', '.join(wrong)}: these would not train. Only the weight of a model.Matrix (large) "
-            "or a model.Vector (small) is updated, if it requires a gradient. The weights of other "
-            "modules, such as nn.Linear, are not, and a buffer on the meta device gets no values."
+            "or a model.Vector (small) is updated, or frozen. The weights of other modules, such as "
+            "nn.Linear, are not, and a buffer on the meta device gets no values."
         )
 
 
@@ -445,6 +457,7 @@ class States:
         self.grad_dtype = self.accum_dtype if self.micro_batches > 1 else self.dtype
         self.streams = {name: CommStream(self.device, name in overlap) for name in STREAMS}
         self.shapes, self.weight_init = model.shapes, model.weight_init
+        self.frozen_weights = model.frozen_weights  # names, of all stages
         self.scalars = make_scalars(self.device, self.accum_dtype)
 
         # for checkpoints: the part of each state on this rank, by f"{state}.{parameter name}"
@@ -455,6 +468,7 @@ class States:
         self.make_groups()
         self.make_params(model)
         self.make_states(storage)
+        self.add_frozen_parts()
         self.make_vectors(model)
 
         self.current_pass = None  # (backward, unit) of the last unshard
@@ -502,7 +516,10 @@ class States:
             path: math.ceil(math.prod(module.shape) / multiple) * multiple
             for path, module in matrices.items()
         }
-        owners = assign_owners(padded_sizes, self.factors.os // self.factors.p)
+        updated_sizes = {
+            path: size for path, size in padded_sizes.items() if not matrices[path].frozen
+        }
+        owners = assign_owners(updated_sizes, self.factors.os // self.factors.p)
 
         units: dict[str, Unit] = {}
         self.sharded_params: dict[Matrix, ShardedParam] = {}
@@ -510,16 +527,22 @@ class States:
         for path, module in matrices.items():
             unit_name = ".".join(path.split(".")[:2])  # "blocks.0.qkv" belongs to "blocks.0"
             unit = units.setdefault(unit_name, Unit(unit_name, len(units)))
-            param = self.shard_matrix(path, module, unit, padded_sizes[path], owners[path])
-            module.weight = nn.Parameter(param.as_matrix(param.unsharded_param.data))
+            # a frozen matrix has no owner
+            owner = owners.get(path, -1)
+            param = self.shard_matrix(path, module, unit, padded_sizes[path], owner)
+            module.replace_weight(param.as_matrix(param.unsharded_param.data))
             module.events = self
             self.sharded_params[module] = param
             unit.params.append(param)
 
         self.units = list(units.values())
+        for unit in self.units:
+            if unit.is_layer:
+                layer = int(unit.name.removeprefix("blocks."))
+                unit.read_in_backward = layer >= model.forward_only_layers
         for unit, next_unit in itertools.pairwise(self.units):
             unit.next_params = next_unit.params
-            if unit.is_layer:
+            if unit.read_in_backward:
                 next_unit.previous_params = unit.params
 
     def zeros(self, shape, dtype: torch.dtype) -> Tensor:
@@ -547,7 +570,10 @@ class States:
         num_chunks = self.num_chunks if unit.is_layer else 1
 
         # which elements of its p-shard this rank updates
-        if self.layout == "intra":
+        if module.frozen:
+            owned = slice(0, 0)
+            num_chunks = 0
+        elif self.layout == "intra":
             owned_size = padded_size // f.os
             first = self.subgroup_index * owned_size
             owned = slice(first, first + owned_size)
@@ -558,7 +584,7 @@ class States:
 
         param_shard = self.zeros(shard_size, self.dtype)
         owned_param = param_shard[owned]
-        if f.g == f.p:
+        if f.g == f.p and not module.frozen:
             grad_shard = self.zeros(shard_size, self.grad_dtype)
             owned_grad = grad_shard[owned]
         else:
@@ -572,7 +598,7 @@ class States:
         # backward adds to grad_shard itself, unless grad_shard is smaller than the whole gradient,
         # or is in bf16 although token chunks must be summed in float32
         chunks_need_wider = num_chunks > 1 and self.grad_dtype != self.accum_dtype
-        if f.g > 1 or chunks_need_wider:
+        if (f.g > 1 or chunks_need_wider) and not module.frozen:
             dtype = self.accum_dtype if num_chunks > 1 else self.dtype
             unsharded_grad = self.shared_buffer("grad", unit, path, padded_size, dtype)
         else:
@@ -583,6 +609,7 @@ class States:
             module=module,
             unit=unit,
             owner=owner,
+            shard_start=self.param_index * shard_size,
             owned_start=self.param_index * shard_size + owned.start,
             param_shard=param_shard,
             unsharded_param=unsharded_param,
@@ -595,12 +622,12 @@ class States:
         )
 
     def make_states(self, storage: str) -> None:
-        """Allocate the optimizer states of all matrices, zeros.
+        """Allocate the optimizer states of all matrices that train, zeros.
 
         Of the ranks that hold the same states, one saves them to checkpoints and adds their
         gradients to the global norm. Replicas take turns, matrix by matrix.
         """
-        params = self.sharded_params.values()
+        params = [param for unit in self.units for param in unit.trained_params]
         sizes = [len(param.owned_param) for param in params]
         states, self.host_states = allocate_states(
             self.optimizer, sizes, self.accum_dtype, self.device, storage
@@ -629,34 +656,68 @@ class States:
                     tp_slice,
                 )
 
+    def add_frozen_parts(self) -> None:
+        """Note the frozen matrices for checkpoints. Of the ranks that hold the same p-shard, one
+        saves it. They take turns, matrix by matrix."""
+        groups = self.groups
+        replica = groups.rank // self.factors.p
+        num_replicas = groups.ranks // self.factors.p
+        frozen = [param for param in self.sharded_params.values() if param.module.frozen]
+        for i, param in enumerate(frozen):
+            length = min(len(param.param_shard), param.num_elements - param.shard_start)
+            if length <= 0:
+                continue  # this rank holds only padding
+            tp_slice = param.module.tp_slice
+            is_first_copy = tp_slice is not None or groups.tp_rank == 0
+            self.parts[f"frozen.{param.name}"] = StatePart(
+                param.param_shard[:length],
+                param.shard_start,
+                self.shapes[param.name],
+                i % num_replicas == replica and is_first_copy,
+                tp_slice,
+            )
+
     def make_vectors(self, model: nn.Module) -> None:
         """Allocate the small weights (Vector) of all pipeline stages, on every rank.
 
         They are views of one flat tensor in accum_dtype, and so are their gradients, to which
         autograd adds in place. They are their own master weights. On a rank of another stage the
-        gradient of a vector stays 0, and adds nothing to the all-reduce.
+        gradient of a vector stays 0, and adds nothing to the all-reduce. A frozen vector has only
+        its values.
         """
-        names = [name for name, shape in self.shapes.items() if len(shape) == 1]
+        vectors = [name for name, shape in self.shapes.items() if len(shape) == 1]
+        names = [name for name in vectors if name not in self.frozen_weights]
         sizes = [math.prod(self.shapes[name]) for name in names]
-        self.vector_grad = self.zeros(sum(sizes), self.accum_dtype)
+        # at least one element, because finish_gradients tells all ranks of a misuse by it
+        total = max(1, sum(sizes))
+        self.vector_grad = self.zeros(total, self.accum_dtype)
         self.vector_states = {
-            state.name: self.zeros(sum(sizes), self.accum_dtype) for state in ADAMW.states
+            state.name: self.zeros(total, self.accum_dtype) for state in ADAMW.states
         }
         saved_here = dist.get_rank() == 0
         self.norm_grads.append(self.vector_grad if saved_here else self.vector_grad[:0])
 
         modules = dict(model.named_modules())
-        grads = self.vector_grad.split(sizes)
-        states = {state: flat.split(sizes) for state, flat in self.vector_states.items()}
+        grads = self.vector_grad[: sum(sizes)].split(sizes)
+        states = {
+            state: flat[: sum(sizes)].split(sizes) for state, flat in self.vector_states.items()
+        }
         for i, name in enumerate(names):
             module = modules.get(name.removesuffix(".weight"))
             if module is not None:  # it is on this stage
-                module.weight = nn.Parameter(states["master"][i])
+                module.replace_weight(states["master"][i])
                 module.weight.grad = grads[i]
             for state, values in states.items():
                 self.parts[f"{state}.{name}"] = StatePart(
                     values[i], 0, self.shapes[name], saved_here
                 )
+
+        for name in set(vectors).difference(names):
+            values = self.zeros(self.shapes[name], self.accum_dtype)
+            module = modules.get(name.removesuffix(".weight"))
+            if module is not None:
+                module.replace_weight(values)
+            self.parts[f"frozen.{name}"] = StatePart(values, 0, self.shapes[name], saved_here)
 
     # -- a step begins
 
@@ -684,6 +745,7 @@ class States:
         param = self.sharded_params[module]
         unit = param.unit
         if self.current_pass != (backward, unit):
+            self.close_frozen_unit()
             self.current_pass = backward, unit
             self.close_other_unit(unit)
             direction = "backward" if backward else "forward"
@@ -780,6 +842,16 @@ class States:
         if self.open_unit not in (None, unit):
             self.complete_pass(self.open_unit)
 
+    def close_frozen_unit(self) -> None:
+        """Launch the gathers that are missing of the unit that backward leaves, if all of its
+        matrices are frozen. Such a unit is never open, so complete_pass does not do it. Only a rank
+        that skipped a matrix has any missing, and other ranks wait for them."""
+        if self.current_pass is None or self.factors.p == 1:
+            return
+        backward, unit = self.current_pass
+        if backward and unit.read_in_backward and not unit.trained_params:
+            self.launch_param_gather(unit.params[::-1])
+
     def complete_pass(self, unit: Unit) -> None:
         """Complete a unit's backward pass although a matrix was not used: launch the gathers and
         reductions that are missing, because other ranks wait for them.
@@ -790,7 +862,7 @@ class States:
             in the gathers of a layer whose input is recomputed
             in the exchanges of attention and of tensor parallelism
         """
-        if self.factors.p > 1 and unit.is_layer:
+        if self.factors.p > 1 and unit.read_in_backward:
             self.launch_param_gather(unit.params[::-1])
         for param in unit.params:
             if param.chunks_done < param.num_chunks:
@@ -873,15 +945,16 @@ class States:
         f = self.factors
         if f.g > f.p and self.layout == "inter":
             return  # scatter_grad has summed over all replicas
-        if f.g == f.os and not any(param.replicas for param in unit.params):
+        trained = unit.trained_params
+        if f.g == f.os and not any(param.replicas for param in trained):
             return  # no other rank has anything to add
 
         if self.grad_dtype != self.dtype:
-            launches = [[param] for param in unit.params]
+            launches = [[param] for param in trained]
         else:
             launches = [
                 list(params)
-                for _, params in itertools.groupby(unit.params, lambda param: param.replicas)
+                for _, params in itertools.groupby(trained, lambda param: param.replicas)
             ]
         with self.streams["grad_reduce"].after_compute():
             # waits for complete grad_shards; hidden by the backward of the layers that follow
@@ -926,7 +999,8 @@ class States:
         the matrix.
         """
         for unit in reversed(self.units):
-            while unit.passes_done < self.micro_batches:  # some matrix was never used
+            # some matrix was never used
+            while unit.trained_params and unit.passes_done < self.micro_batches:
                 self.complete_pass(unit)
         for module, param in self.sharded_params.items():
             if module.weight.grad is not None:
@@ -979,7 +1053,7 @@ class States:
             update_stream = contextlib.nullcontext()
         with update_stream:
             for unit in self.units:
-                for param in unit.params:
+                for param in unit.trained_params:
                     if len(param.owned_param):
                         self.update_param(param)
                 self.broadcast_params(unit)
@@ -1031,9 +1105,10 @@ class States:
         -> (S/p,); in layout inter, broadcasts of (S/p,) from their owners."""
         stream = self.streams["param_broadcast"]
         group = self.param_subgroup
+        trained = unit.trained_params
         for param in unit.params:
             param.unsharded_param.held_param = None  # the buffer has the old parameters
-        if not (group or self.host_states):
+        if not trained or not (group or self.host_states):
             return  # the update ran on the compute stream, and it wrote all of param_shard
 
         on_gpu = self.device.type == "cuda"
@@ -1041,24 +1116,25 @@ class States:
             if group and self.layout == "inter":
                 # NCCL runs the broadcasts of several owners in one launch
                 with dist._coalescing_manager(group, self.device if on_gpu else None):
-                    for param in unit.params:
+                    for param in trained:
                         dist.broadcast(param.param_shard, group=group, group_src=param.owner)
             elif group:
-                for param in unit.params:
+                for param in trained:
                     # gloo may not read where it writes
                     owned_param = param.owned_param if on_gpu else param.owned_param.clone()
                     all_gather(param.param_shard, owned_param, group=group)
 
         # if broadcasts do not overlap, they run on the stream of the update
         broadcast_done = stream.record_event() or self.streams["host_update"].record_event()
-        for param in unit.params:
+        for param in trained:
             param.broadcast_done = broadcast_done
 
     # -- loading and saving
 
     def state_parts(self) -> dict[str, StatePart]:
         """Return the parts of all states on this rank, for a checkpoint. The keys are
-        f"{state}.{parameter name}", and "updates" for the number of updates.
+        f"{state}.{parameter name}", and "updates" for the number of updates. A frozen weight has
+        only the state "frozen", the weight itself. It is in the compute dtype if it is a matrix.
 
         The values are views, into which the next update writes. If they are on the GPU, a copy that
         is enqueued before this update has the old values. If they are on the host, the copy must be
@@ -1075,7 +1151,7 @@ class States:
         def load_masters() -> None:
             parts = self.state_parts()
             for name in self.shapes:
-                if part := parts.get(f"master.{name}"):
+                if part := parts.get(self.weight_state(name)):
                     tensor = weight(name)
                     if part.tp_slice:
                         tensor = part.tp_slice.extract(tensor)
@@ -1084,18 +1160,23 @@ class States:
         all_or_none(load_masters)
         self.restore_weights()
 
+    def weight_state(self, name: str) -> str:
+        """Return the key in state_parts() of a weight itself."""
+        kind = "frozen" if name in self.frozen_weights else "master"
+        return f"{kind}.{name}"
+
     def restore_weights(self) -> None:
         """Set the weights from their master weights, for example after a checkpoint was read into
-        state_parts()."""
+        state_parts(). Frozen weights are set by the reading itself."""
         for unit in self.units:
-            for param in unit.params:
+            for param in unit.trained_params:
                 param.owned_param.copy_(param.states["master"])
             self.broadcast_params(unit)
 
     def full_param(self, name: str) -> Tensor:
         """Return a full parameter in accum_dtype. A collective of all ranks."""
         full = self.zeros(self.shapes[name], self.accum_dtype)
-        part = self.state_parts().get(f"master.{name}")
+        part = self.state_parts().get(self.weight_state(name))
         if part and part.saved_here:
             if part.tp_slice:
                 tp_tensor = part.tp_slice.extract(full)  # a copy of the slice, still zeros

@@ -82,6 +82,7 @@ import streams
 import tensor
 import train
 from examples.block import ForkBlock
+from examples.lora import ALPHA, RANK, LoRABlock, LoRAModel
 from examples.muon import FLAG, muon
 from ranks import Groups, use_more_queues
 
@@ -115,7 +116,7 @@ IGNORED_TOKEN = 3  # where the label is this token, the loss leaves it out
 # in bf16, with its float64 weights rounded before each step, errs by up to 0.002, 0.023 and 0.25,
 # over all sizes and blocks except the size "deep".
 TOLERANCES = {"fp64": (1e-10, 1e-10, 1e-10), "bf16": (0.004, 0.08, 0.4)}
-Block = m.Block
+Block, LLaMA = m.Block, m.LLaMA
 SIZES = {  # vocab, C, layers, heads, key/value heads, F, head dim
     "gqa": m.ModelConfig(67, 24, 5, 8, 4, 40, 8),
     "mha": m.ModelConfig(67, 24, 5, 8, 8, 40, 8),
@@ -129,10 +130,10 @@ class PlainLayer(torch.nn.Module):
     """A LLaMA layer made of PyTorch's modules. Its weights have model.py's names.
 
     block: "plain" is LLaMA's layer. "norms" adds Qwen's biases and norms of q and k, "gated" adds
-    the gate of GatedBlock, and "fork" is examples/block.py.
+    the gate of GatedBlock, and "fork" is examples/block.py. adapters: add those of examples/lora.py.
     """
 
-    def __init__(self, cfg: m.ModelConfig, block: str):
+    def __init__(self, cfg: m.ModelConfig, block: str, adapters: bool):
         super().__init__()
         nn, c, d, f = torch.nn, cfg.dim, cfg.head_dim, cfg.ffn
         self.block = block
@@ -148,6 +149,17 @@ class PlainLayer(torch.nn.Module):
             self.last_norm = nn.RMSNorm(c, cfg.norm_eps)
         if block in ("fork", "gated"):
             self.gate = nn.Linear(c, 3, bias=False)
+        self.adapters = adapters
+        if adapters:
+            for matrix in (self.qkv, self.out, self.gate_up, self.down):
+                matrix.a = nn.Linear(matrix.in_features, RANK, bias=False)
+                matrix.b = nn.Linear(RANK, matrix.out_features, bias=False)
+
+    def product(self, matrix, x):
+        y = matrix(x)
+        if self.adapters:
+            y = y + ALPHA / RANK * matrix.b(matrix.a(x))
+        return y
 
     def forward(self, x, rotation, mask):
         """Return the layer's output (B, T, C).
@@ -161,18 +173,18 @@ class PlainLayer(torch.nn.Module):
             return torch.cat((t.real, t.imag), -1).to(x.dtype)
 
         # attention
-        heads = self.qkv(self.norm1(x)).unflatten(-1, (sum(self.heads), -1))
+        heads = self.product(self.qkv, self.norm1(x)).unflatten(-1, (sum(self.heads), -1))
         q, k, v = heads.transpose(1, 2).split(self.heads, 1)
         if self.qkv.bias is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         o = F.scaled_dot_product_attention(rotate(q), rotate(k), v, mask, enable_gqa=True)
         if self.block == "gated":
             o = o * torch.sigmoid(self.gate(x)).sum(-1)[:, None, :, None]
-        h = x + self.out(o.transpose(1, 2).flatten(2))
+        h = x + self.product(self.out, o.transpose(1, 2).flatten(2))
 
         # SwiGLU
-        gate, up = self.gate_up(self.norm2(h)).chunk(2, -1)
-        y = h + self.down(F.silu(gate) * up)
+        gate, up = self.product(self.gate_up, self.norm2(h)).chunk(2, -1)
+        y = h + self.product(self.down, F.silu(gate) * up)
         if self.block != "fork":
             return y
 
@@ -183,15 +195,17 @@ class PlainLayer(torch.nn.Module):
 class Plain(torch.nn.Module):
     """LLaMA made of PlainLayers, in float64. Its forward returns a batch's mean loss over labels.
 
-    The initial value of each weight depends on the weight's name only.
+    The initial value of each weight depends on the weight's name only. frozen: see `freezes`.
     """
 
-    def __init__(self, cfg: m.ModelConfig, block: str, kernel: str):
+    def __init__(self, cfg: m.ModelConfig, block: str, kernel: str, frozen: str = "none"):
         super().__init__()
         self.cfg = cfg
         self.kernel = kernel
         self.embed = torch.nn.Embedding(cfg.vocab, cfg.dim)
-        self.blocks = torch.nn.ModuleList(PlainLayer(cfg, block) for _ in range(cfg.layers))
+        self.blocks = torch.nn.ModuleList(
+            PlainLayer(cfg, block, frozen == "base") for _ in range(cfg.layers)
+        )
         self.norm = torch.nn.RMSNorm(cfg.dim, cfg.norm_eps)
         self.head = torch.nn.Linear(cfg.dim, cfg.vocab, bias=False)
         self.double()
@@ -199,6 +213,7 @@ class Plain(torch.nn.Module):
             rng = torch.Generator().manual_seed(zlib.crc32(name.encode()))
             drawn = torch.randn(p.shape, generator=rng, dtype=torch.float64)
             p.data = 1 + 0.1 * drawn if p.dim() == 1 else drawn / p.shape[1] ** 0.5
+            p.requires_grad_(not freezes(frozen, our_name(name)))
 
     def logits(self, tokens, documents: bool):
         """Return the logits (B, T, vocab) of tokens (B, T)."""
@@ -236,11 +251,28 @@ class Plain(torch.nn.Module):
         return F.cross_entropy(self.logits(tokens, documents).flatten(0, 1), labels.flatten())
 
     def weights(self) -> dict[str, torch.Tensor]:
-        """Return copies of the parameters by model.py's names. There a bias is a Vector."""
-        return {
-            name.replace("qkv.bias", "qkv_bias.weight"): p.detach().clone()
-            for name, p in self.named_parameters()
-        }
+        """Return copies of the parameters by model.py's names."""
+        return {our_name(name): p.detach().clone() for name, p in self.named_parameters()}
+
+
+def our_name(name: str) -> str:
+    """Return model.py's name of a parameter of Plain. There a bias is a Vector."""
+    return name.replace("qkv.bias", "qkv_bias.weight")
+
+
+def freezes(frozen: str, name: str) -> bool:
+    """Return whether a case with this value of the key `frozen` freezes a weight.
+
+    none    no weight
+    base    all but the adapters of examples/lora.py
+    some    the embedding, the first two layers, and about half of the other weights
+    """
+    if frozen == "base":
+        return not name.endswith((".a.weight", ".b.weight"))
+    if frozen == "some":
+        is_first = name.startswith(("embed.", "blocks.0.", "blocks.1."))
+        return is_first or zlib.crc32(name.encode()) % 2 == 0
+    return False
 
 
 def naive_forward(q, k, v, mask):
@@ -328,16 +360,22 @@ def make_window(i: int) -> data.Window:
 
 @functools.cache
 def reference_steps(
-    model: str, block: str, optimizer: str, documents: tuple[int, ...], kernel: str = "cpu"
+    model: str,
+    block: str,
+    optimizer: str,
+    documents: tuple[int, ...],
+    kernel: str = "cpu",
+    frozen: str = "none",
 ) -> tuple:
     """Train Plain. Return its first weights, (loss, gradient norm) of each step, its last weights.
 
     documents: for each step, whether attention stays inside documents.
     """
-    plain = Plain(SIZES[model], block, kernel)
+    plain = Plain(SIZES[model], block, kernel, frozen)
     first_weights = plain.weights()
-    vectors = [p for p in plain.parameters() if p.dim() == 1]
-    matrices = [p for p in plain.parameters() if p.dim() > 1]
+    trained = [p for p in plain.parameters() if p.requires_grad]
+    vectors = [p for p in trained if p.dim() == 1]
+    matrices = [p for p in trained if p.dim() > 1]
     adamw = torch.optim.AdamW(
         [{"params": vectors, "weight_decay": 0.0}, {"params": matrices}],
         betas=(0.9, 0.95),
@@ -378,7 +416,7 @@ def reference_of_case(case: dict) -> tuple:
     """Return reference_steps of the model that a case trains, for four steps."""
     documents = 4 * (case["docs"],)
     return reference_steps(
-        case["model"], case["block"], case["optimizer"], documents, case["kernel"]
+        case["model"], case["block"], case["optimizer"], documents, case["kernel"], case["frozen"]
     )
 
 
@@ -408,6 +446,7 @@ VALUES = {  # the keys of a case line, and the values that each one takes, its d
     "ranks": (1, 2, 4, 8),
     "model": ("gqa", "mha", "mqa", "deep"),  # a row of SIZES
     "block": ("plain", "norms", "fork"),  # norms: Qwen's biases and norms; fork: examples/block.py
+    "frozen": ("none", "base", "some"),  # which weights do not train: see `freezes`
     "docs": (0, 1),  # 1: attention stays inside documents
     "micro": (1, 2, 4),  # micro-batches per step
     "sp": (1, 2, 4, 8),  # ranks that share a sequence
@@ -526,6 +565,32 @@ class GatedBlock(Block):
         return super().post(x, o * gate, positions)
 
 
+class PartlyFrozen(m.LLaMA):
+    """A model with frozen weights in some layers."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        for name, p in self.named_parameters():
+            p.requires_grad_(not freezes("some", name))
+
+
+@functools.cache
+def with_adapters(block: type) -> type:
+    """Return a layer with the adapters of examples/lora.py."""
+    return LoRABlock if block is m.Block else type(f"LoRA{block.__name__}", (LoRABlock, block), {})
+
+
+def set_model_classes(case: dict) -> None:
+    """Let the engine make the layers and the model that a case says."""
+    block = {"fork": ForkBlock, "gated": GatedBlock}.get(case["block"], Block)
+    llama = {"base": LoRAModel, "some": PartlyFrozen}.get(case["frozen"], LLaMA)
+    if case["frozen"] == "base":
+        block = with_adapters(block)
+    m.Block = block
+    for module in (hf, m, train):
+        module.LLaMA = llama
+
+
 def make_run(case: dict, groups: dict, stream_class: type) -> tuple:
     """Build a case with train.py. Return this rank's run, model and states.
 
@@ -552,7 +617,7 @@ def make_run(case: dict, groups: dict, stream_class: type) -> tuple:
         plan,
         training=SimpleNamespace(sample=make_window),
     )
-    m.Block = {"fork": ForkBlock, "gated": GatedBlock}.get(case["block"], Block)
+    set_model_classes(case)
     process_groups = groups_of(plan, groups)
     use_stream_class(stream_class)
     op = train.make_attention(run, process_groups)
@@ -615,6 +680,12 @@ def assert_equals_plain(
 
     if only_step is None or only_step == len(expected_steps) - 1:
         weights = {name: states.full_param(name).cpu() for name in expected_weights}
+        for name in [name for name in weights if freezes(case["frozen"], name)]:
+            dtype = run.plan.dtype if weights[name].dim() > 1 else run.plan.accum_dtype
+            if not torch.equal(
+                weights.pop(name), first_weights[name].to(dtype).to(run.plan.accum_dtype)
+            ):
+                errors.append(f"{name} is frozen, and has changed")
         updates = weight_updates(first_weights, weights, expected_weights, case["dtype"])
         for name, (update, expected_update) in updates.items():
             error = relative(update, expected_update)
@@ -644,15 +715,16 @@ def find_rounded_gradients(states: shard.States) -> list[str]:
 
 
 def weight_updates(first: dict, last: dict, expected: dict, dtype: str) -> dict:
-    """Return what four steps added to each weight: name -> (update, Plain's update).
+    """Return what four steps added to each weight in `last`: name -> (update, Plain's update).
 
     In bf16 all vectors are joined into one row. They have few elements, and Adam's first steps
     change each element by the same size, so noise that flips a few signs would count too much.
     """
-    updates = {name: (last[name] - w, expected[name] - w) for name, w in first.items()}
-    if dtype == "fp64":
+    updates = {name: (w - first[name], expected[name] - first[name]) for name, w in last.items()}
+    vectors = [name for name, w in last.items() if w.dim() == 1]
+    if dtype == "fp64" or not vectors:
         return updates
-    vectors = [updates.pop(name) for name, w in first.items() if w.dim() == 1]
+    vectors = [updates.pop(name) for name in vectors]
     return updates | {"vectors": [torch.cat(both) for both in zip(*vectors)]}
 
 
@@ -1000,6 +1072,7 @@ def mechanisms(case: dict) -> set[str]:
         f"chunks {value.keep}": KEEPS[value.keep] is not None,
         "documents": value.docs == 1,
         f"block {value.block}": value.block != "plain",
+        f"frozen {value.frozen}": value.frozen != "none",
         f"kv {value.model}": value.model in ("mha", "mqa"),
         "bf16": value.dtype == "bf16",
         "whole matrices": value.optimizer == "muon",
@@ -1010,8 +1083,8 @@ def mechanisms(case: dict) -> set[str]:
 MECHANISMS = sorted(
     "heads,ring,long ring,groups,tp msp,tp mtp,tp fsp,stages,virtual stages,p>1,g>p,os>g,replicas,"
     "inter,host,no overlap,micro-batches,chunks x,chunks kept,chunks again,chunks swapped,"
-    "chunks mixed,chunks no-o,chunks no-x,chunks neither,documents,block norms,block fork,kv mha,"
-    "kv mqa,bf16,whole matrices".split(",")
+    "chunks mixed,chunks no-o,chunks no-x,chunks neither,documents,block norms,block fork,"
+    "frozen base,frozen some,kv mha,kv mqa,bf16,whole matrices".split(",")
 )
 
 
@@ -1357,7 +1430,7 @@ def test_cases_cover_all_pairs_of_mechanisms():
         assert (pair in pairs_in_cases) != never_meet(*pair), pair
 
     # a run keeps its model and optimizer when it resumes; all else is saved once and loaded once
-    of_the_model = {name for name in MECHANISMS if re.match("block|kv|bf16|whole", name)}
+    of_the_model = {name for name in MECHANISMS if re.match("block|frozen|kv|bf16|whole", name)}
     saving, loading = RESUMES[:-1], RESUMES[1:]
     for cases in (saving, loading):
         assert set().union(*map(mechanisms, cases)) == set(MECHANISMS) - of_the_model
@@ -1411,9 +1484,9 @@ def misuse_matrices(lines: list[str]) -> None:
     A misuse must make the step not finite, with norm NaN, and leave all states as they were. Runs
     on each rank.
     """
-    global Block
+    global Block, LLaMA
     torch.compiler.set_stance("force_eager")
-    groups, plain, llama = {}, Block, m.LLaMA
+    groups, plain, llama = {}, Block, LLaMA
     steps = [  # (users, whether the embedding is used twice)
         (2, False),  # right
         (1, False),  # never used on rank 1
@@ -1424,7 +1497,7 @@ def misuse_matrices(lines: list[str]) -> None:
     for line in lines:
         for users, twice in steps:
             Block, ExpertBlock.users = ExpertBlock, users
-            train.LLaMA = EmbedsTwice if twice else llama
+            LLaMA = EmbedsTwice if twice else llama
             run, model, states = make_run(make_case(line), groups, SpoilingStream)
             train.load_random_weights(run, states)
             before = values_to_save(states)
@@ -1437,7 +1510,7 @@ def misuse_matrices(lines: list[str]) -> None:
                 states.check_uses()
             except train.ConfigError as e:
                 print(f"{e}\n", end="", flush=True)
-    Block, train.LLaMA = plain, llama
+    Block, LLaMA = plain, llama
 
 
 def test_misused_matrices_end_a_step():

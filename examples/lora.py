@@ -1,0 +1,63 @@
+"""Train adapters on a frozen model (LoRA, arXiv 2106.09685).
+
+Each of a layer's four matrices W gets two small ones, A (r, cols) and B (rows, r). A product with W
+becomes
+
+    y = x W^T + alpha / r * (x A^T) B^T        A starts random, B starts as 0
+
+and only A and B train. All other weights are frozen: they have no gradients and no optimizer
+states, and take 2/p bytes per parameter. They are still gathered in forward and in backward if
+p > 1, but nothing of them is reduced or broadcast. The adapters of an 8B model have 42 million
+parameters at r = 16, so that their gradients and states take less than 1 GiB in all. Of each token
+a layer saves 4 r more elements for backward. An adapter computes its prologue (a norm, or SwiGLU)
+a second time.
+
+To use it, copy both classes to the end of model.py, and write `Block, LLaMA = LoRABlock, LoRAModel`
+under them. `--init hf:DIR` imports the base, and the adapters start fresh. A checkpoint holds both.
+`--export` merges them: it writes W + alpha / r * B A, and before the run a small model proves that
+transformers computes the same from it.
+"""
+
+from model import Block, LLaMA, Matrix
+from ops import project
+
+RANK, ALPHA = 16, 32
+
+
+class LoRABlock(Block):
+    def __init__(self, cfg):
+        super().__init__(cfg)
+        self.requires_grad_(False)  # freezes all that is defined so far
+        for matrix in (self.qkv, self.out, self.gate_up, self.down):
+            rows, cols = matrix.shape
+            # with --tp, the one of the two is cut as W is, and the other one is whole
+            a_cut, b_cut, parts = "columns", "whole", ()
+            if matrix.cut == "rows":
+                a_cut, b_cut, parts = "whole", "rows", matrix.parts
+            matrix.a = Matrix(RANK, cols, a_cut)
+            matrix.b = Matrix(rows, RANK, b_cut, parts, std=0.0)
+
+    @staticmethod
+    def project(matrix, prologue, *inputs):
+        y = project(matrix, prologue, *inputs)
+        if not hasattr(matrix, "a"):
+            return y
+        # autograd saves the inputs, which y's product saves anyway, and (..., r)
+        return matrix.b(ALPHA / RANK * project(matrix.a, prologue, *inputs)) + y
+
+
+class LoRAModel(LLaMA):
+    own_weights = ("a", "b")  # an import does not have them
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.embed.frozen = self.norm.frozen = self.head.frozen = True
+
+    def export_weight(self, name, full_param):
+        weight = full_param(name)
+        path = name.removesuffix(".weight")
+        if not hasattr(self.get_submodule(path), "a"):
+            return weight
+        return weight + ALPHA / RANK * full_param(f"{path}.b.weight") @ full_param(
+            f"{path}.a.weight"
+        )
