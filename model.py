@@ -539,9 +539,10 @@ class ParamCounts(NamedTuple):
     frozen: int  # backward passes through them
     forward_only: int  # frozen, and backward does not reach them
 
-    @property
-    def all_frozen(self) -> int:
-        return self.frozen + self.forward_only
+    def __str__(self) -> str:
+        all_frozen = self.frozen + self.forward_only
+        frozen = f" ({all_frozen:,} of them frozen)" if all_frozen else ""
+        return f"{sum(self):,} parameters{frozen}"
 
 
 def param_count(cfg: ModelConfig) -> int:

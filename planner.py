@@ -96,7 +96,7 @@ from costs import (
 )
 from data import regular
 from hardware import Profile, load_profile, nearest_host, profile_files, scaled
-from model import MODELS, ModelConfig, divisors, param_count
+from model import MODELS, ModelConfig, divisors, param_counts
 from offload import ActivationPlan
 from optim import OPTIMIZERS
 from pipeline import why_no_order
@@ -1315,10 +1315,13 @@ class Traffic:
 def plan_traffic(plan):
     """Yield the Traffic of a step's communication, as shard.py and attention.py launch it."""
     model, head_ranks, e = plan.model, plan.head_ranks, plan.dtype.itemsize
+    counts = param_counts(model)
     micro_batches = plan.micro_batches
 
     for kind, op, ranks, inner, earlier, last in plan.collectives:
-        nbytes = param_count(model) * e * (1 / inner - 1 / ranks)  # of all shards together
+        # frozen parameters are only gathered
+        params = sum(counts) if kind == "param_gather" else counts.trained
+        nbytes = params * e * (1 / inner - 1 / ranks)  # of all shards together
         times = (micro_batches - 1 if earlier else 0) + (1 if last else 0)
         # gathers run in forward and in backward; an all-reduce reduces, then gathers
         if kind == "param_gather" or op == "all_reduce":
@@ -1708,7 +1711,7 @@ def describe(c, hardware, plans, best_plans):
     command. plans: all that were priced and fit. best_plans: those to print."""
     profile, best = hardware.profile, best_plans[0]
     lines = [
-        f"model: {c.model}, {param_count(best.model):,} parameters; {best.batch} x {best.seq:,} "
+        f"model: {c.model}, {param_counts(best.model)}; {best.batch} x {best.seq:,} "
         "tokens per step",
         f"hardware: {hardware.ranks} x {profile.device}, {hardware.per_node} per node; to plan "
         f"with: {in_unit(hardware.gpu_budget)} per GPU, "

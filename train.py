@@ -806,10 +806,8 @@ def print_run(run: Run, plans: list[costs.Plan]) -> None:
     print0("config:", *not_default)
 
     causal, full = flops_per_token(model, cfg.seq)
-    counts = param_counts(model)
-    frozen = f" ({counts.all_frozen:,} of them frozen)" if counts.all_frozen else ""
     print0(
-        f"model: {sum(counts):,} parameters{frozen}, {causal:.3g} FLOPs per token causal, "
+        f"model: {param_counts(model)}, {causal:.3g} FLOPs per token causal, "
         f"{full:.3g} full, at {cfg.seq:,} tokens; on {device_name(run.device)}, with attention "
         f"kernel {run.kernel}"
     )
