@@ -759,6 +759,14 @@ def product_backward_tensors(plan) -> list[TensorSize]:
         TensorSize("a = SwiGLU(gate|up), and da", rows, cfg.ffn, dtype, 2),
         TensorSize("gradient of gate|up", rows, 2 * cfg.ffn, dtype),
     ]
+    width = trace_block(cfg, n, dtype).most_saved_again / n / dtype.itemsize
+    if (
+        width
+    ):  # adapters of gate|up, for example. The second gradient meets a and da; the sum only a
+        more = max(width, 2 * width - cfg.ffn)
+        tensors.append(
+            TensorSize("a second gradient of one tensor, and their sum", rows, more, dtype)
+        )
     if recomputes_chunks(plan):
         tensors.append(TensorSize("gate|up, recomputed", rows, 2 * cfg.ffn, dtype))
     if plan.head_ranks > 1:

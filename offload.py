@@ -210,6 +210,8 @@ class SavedLayer:
         self.attention: Attention | None = None  # of this layer; its forward sets it
         self.num_saved = num_saved  # number of saved chunks. They are the layer's first ones
         self.tensors: dict[str | int, Tensor] = {"x": x}
+        # of tensors that a second operator saves, too. They are stored once
+        self.bytes_saved_again: list[int] = []
         # by storage_id: the number of a stored tensor. Used only until the layer is offloaded
         self.number_of_storage: dict[int, int] = {}
         self.on_host: dict[str | int, Tensor] = {}  # the host buffer's views of these tensors
@@ -253,6 +255,8 @@ class SavedLayer:
                 name, t = layer.store(t)
             else:
                 t = t.detach()
+                if isinstance(name, int):
+                    layer.bytes_saved_again.append(t.nbytes)
             versions.append((t, t._version))
             offset = t.storage_offset() - layer.tensors[name].storage_offset()
             return SavedView(name, t.shape, t.stride(), offset)
@@ -305,6 +309,9 @@ class BlockTrace(NamedTuple):
 
     pre: list[Tensor]  # the tensors that autograd saves in block.pre, without views of x
     post: list[Tensor]  # the tensors that it saves in block.post, without views of x and o
+    # bytes of the largest tensor in `post` that two operators save, or 0. Its gradient is a sum of
+    # two, which are both in memory for a while
+    most_saved_again: int
     unread_product: str  # name of the Matrix whose product recomputation may skip; "": none
     stray_tensors: list[str]  # attributes with tensors that are neither parameters nor buffers
 
@@ -359,7 +366,8 @@ def _trace_block(block_class, tp_slices, cfg, tokens, dtype, frozen=()) -> Block
             pre = saved.numbered_tensors()
 
         o = torch.empty_like(q)
-        saved.tensors = {"x": x, "o": o}
+        saved = SavedLayer(block, positions, x)
+        saved.tensors["o"] = o
         with saved.saving("post"), torch.enable_grad():
             versions = [(t, t._version) for t in (x, o)]
             inputs = _ChunkInputs.apply(root, [], x, o)
@@ -373,13 +381,14 @@ def _trace_block(block_class, tp_slices, cfg, tokens, dtype, frozen=()) -> Block
             check_unchanged("post", versions)
             unread = unread_product(y)
             post = saved.numbered_tensors()
+            most_saved_again = max(saved.bytes_saved_again, default=0)
 
     names = {module: name for name, module in block.named_modules()}
     stray_tensors = []
     for module in block.modules():
         attributes = vars(module) | vars(type(module))  # parameters and buffers are not among them
         stray_tensors += [name for name, value in attributes.items() if isinstance(value, Tensor)]
-    return BlockTrace(pre, post, names.get(unread, ""), stray_tensors)
+    return BlockTrace(pre, post, most_saved_again, names.get(unread, ""), stray_tensors)
 
 
 # ---------------------------------------------------------------------------- the layers
