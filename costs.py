@@ -159,8 +159,15 @@ class Plan:
     @property
     def num_vocab_matrices(self) -> int:
         """Return how many vocabulary matrices a stage has. Without a pipeline it has the embedding
-        and the head; in a pipeline it has at most one of them, and we count one."""
-        return 2 if self.pp == 1 else 1
+        and the head, which are one matrix if the model is tied. In a pipeline a stage has at most
+        one of them, and we count one."""
+        return 2 if self.pp == 1 and not self.model.tied else 1
+
+    @property
+    def sums_vocab_grads(self) -> bool:
+        """Return whether two contributions add up to a vocabulary matrix's gradient on this stage:
+        the head's and the embedding's, to a tied matrix."""
+        return self.model.tied and self.pp == 1 and self.counts.trains_head
 
     @functools.cached_property
     def counts(self) -> "WeightCounts":
@@ -840,8 +847,8 @@ def state_bytes(plan: Plan) -> dict[str, float]:
 def weight_buffer_bytes(plan: Plan) -> dict[str, float]:
     """Return the bytes of the buffers for gathered weights and for whole gradients (shard.States).
 
-    There is one buffer for each of embedding and head, and two for each matrix of a layer. Frozen
-    matrices have no gradient.
+    There is one buffer for each of embedding and head, and two for each matrix of a layer. A tied
+    matrix has one buffer. Frozen matrices have no gradient.
     """
     f, e = plan.factors, plan.dtype.itemsize
     vocab_elements = plan.num_vocab_matrices * math.prod(plan.vocab_matrix)
@@ -851,18 +858,19 @@ def weight_buffer_bytes(plan: Plan) -> dict[str, float]:
     if f.p > 1:
         weights = (layer_elements + vocab_elements) * e
 
-    # gradients of chunks are summed in accum_dtype. If a rank keeps whole gradients (g = 1) over
-    # several micro-batches, it sums into these. Otherwise it sums into a buffer
-    sums_in_buffer = plan.chunks > 1 and plan.micro_batches == 1
-    grad_bytes = plan.accum_bytes if plan.chunks > 1 else e
-    trained_elements = 2 * sum(
-        math.prod(matrix) for matrix, share in zip(plan.matrices, plan.trained_shares) if share
-    )
+    # several contributions to a gradient, of token chunks or of a tied matrix's two uses, are
+    # summed in accum_dtype. If a rank keeps whole gradients (g = 1) over several micro-batches, it
+    # sums into these. Otherwise it sums into a buffer
+    trained = [matrix for matrix, share in zip(plan.matrices, plan.trained_shares) if share]
+    trained_vocab_elements = plan.trained_vocab_matrices * math.prod(plan.vocab_matrix)
     gradients = 0
-    if f.g > 1:
-        gradients += plan.trained_vocab_matrices * math.prod(plan.vocab_matrix) * e
-    if f.g > 1 or sums_in_buffer:
-        gradients += trained_elements * grad_bytes
+    for elements, adds_up in (
+        (trained_vocab_elements, plan.sums_vocab_grads),
+        (2 * sum(map(math.prod, trained)), plan.chunks > 1),
+    ):
+        sums_in_buffer = adds_up and plan.grad_bytes != plan.accum_bytes
+        if f.g > 1 or sums_in_buffer:
+            gradients += elements * (plan.accum_bytes if adds_up else e)
     return {"gathered weights": weights, "whole gradients": gradients}
 
 
@@ -1330,6 +1338,11 @@ EMBEDDING_GRAD = [
     elementwise("the embedding's gradient = 0", "", "dembed"),
     elementwise("the embedding's gradient, to its buffer", "dembed", "dembed"),
 ]
+TIED_GRADS = [  # dtied, the sum of both, is float32
+    elementwise("the head's gradient, times that of the loss", "dhead_wide", "dtied"),
+    elementwise("the embedding's gradient = 0", "", "dembed"),
+    elementwise("add the embedding's gradient", "dembed dtied", "dtied"),
+]
 
 
 def head_seconds(est, plan):
@@ -1345,14 +1358,17 @@ def head_seconds(est, plan):
         "dhead_wide": matrix * wide,
         "dhead": matrix * e,
         "dembed": matrix * e,
+        "dtied": matrix * wide,
     }
     kinds = ["forward", "input_grad"]
     kernels = list(LOSS)
     if plan.counts.trains_head:
         kinds.append("weight_grad_sum")
-        kernels += HEAD_GRAD
-    if plan.counts.trains_embedding:
-        kernels += EMBEDDING_GRAD
+    if plan.sums_vocab_grads:
+        kernels += TIED_GRADS
+    else:
+        kernels += HEAD_GRAD if plan.counts.trains_head else []
+        kernels += EMBEDDING_GRAD if plan.counts.trains_embedding else []
     products = est.products(tuple(kinds), plan.tokens_between_products, vocab, dim)
     return products + est.moved(moved_bytes(kernels, nbytes))
 
@@ -1536,8 +1552,8 @@ def traffic_seconds(est, plan, forward, backward, last_matrix):
 # updates.
 
 ADD_GRADIENTS = [elementwise("add a micro-batch's gradient to the kept one", "sent kept", "kept")]
-CAST_CHUNKS = [
-    elementwise("a sum of chunks, in the dtype in which it travels", "whole_wide", "whole")
+CAST_SUM = [
+    elementwise("a sum of contributions, in the dtype in which it travels", "whole_wide", "whole")
 ]
 CAST_SUMS = [
     elementwise("a sum of micro-batches, in the dtype in which it travels", "kept", "sent"),
@@ -1567,7 +1583,10 @@ def local_seconds(est, plan):
     if f.g > 1:
         sums = moved_bytes(ADD_GRADIENTS, nbytes)
         if plan.chunks > 1:
-            sums += moved_bytes(CAST_CHUNKS, nbytes)
+            sums += moved_bytes(CAST_SUM, nbytes)
+        elif plan.sums_vocab_grads:  # only a tied matrix's gradient is a sum
+            share = math.prod(plan.vocab_matrix) / params
+            sums += share * moved_bytes(CAST_SUM, nbytes)
     if plan.grad_bytes != e:
         casts = moved_bytes(CAST_SUMS, nbytes)
 
@@ -1666,6 +1685,13 @@ def step_seconds(est: Estimator, plan: Plan, states: bool = True) -> dict[str, f
         two_stages = (1, 2) if plan.ranks > plan.per_node else (2, 1)
         message = est.collective("all_gather", 2 * message_bytes(plan), two_stages)
         seconds["stage messages"] = exposed_messages(plan) * message
+        if plan.pp > 1 and plan.model.tied and plan.counts.trains_head:
+            # at the end of a step, the owners in the first and in the last stage sum its gradients
+            shards = plan.factors.p if plan.os_layout == "inter" else plan.factors.os
+            owned = math.prod(plan.vocab_matrix) / shards
+            seconds["tied gradients"] = est.collective(
+                "all_reduce", plan.grad_bytes * owned, two_stages
+            )
         seconds |= traffic_seconds(
             est, plan, layers * forward, layers * backward, layers * layer.last_matrix
         )

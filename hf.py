@@ -5,7 +5,7 @@ exported one. If this is impossible, a ValueError names the reason: a key of con
 or a file. Before an export, check_export compares the logits of a small model.
 
     cfg, source = read_config(folder)      config.json -> ModelConfig, and config.json as a dict
-    read = open_weights(folder, cfg)       read(our name) -> tensor, read from disk at each call
+    cfg, read = open_weights(folder, cfg)  read(our name) -> tensor, read from disk at each call
     cfg = with_rope("yarn:4", cfg)         --rope-scaling: reach 4 times as many positions
     check_export(cfg, source)              would transformers compute the same?
     export(folder, cfg, read, ...)         write config.json, safetensors, tokenizer, license
@@ -393,19 +393,29 @@ def no_weights(folder: str) -> str:
     )
 
 
-def open_weights(folder: str, cfg: ModelConfig) -> Callable[[str], Tensor]:
-    """Check that a folder has exactly the weights of cfg. Return read(our name) -> tensor.
+def open_weights(
+    folder: str, cfg: ModelConfig, untie: bool = False
+) -> tuple[ModelConfig, Callable[[str], Tensor]]:
+    """Check that a folder has exactly the weights of cfg, from read_config. Return the model, and
+    read(our name) -> tensor.
 
     read() reads a tensor from disk when it is called. So only one needs to be in memory at a time.
+
+    The model is cfg, except that it may have a head of its own although cfg is tied:
+
+        the files store     the model is
+        no head             tied; with untie, its head begins as a copy of the embedding
+        an equal head       the same
+        another head        untied: the head is the stored one, as in transformers 5
 
     open_weights raises ValueError if a file is missing or truncated, or if a tensor is missing,
     left over or of another shape. read() raises ValueError if a tensor cannot be read, is not of
     floating point, or has values that are not finite.
     """
     stored = open_tensors(folder)
-    parts = parts_of(cfg)
-    # a tied head is usually not stored, and then the embedding is read for it
-    if cfg.tied and "lm_head.weight" not in stored:
+    stores_head = "lm_head.weight" in stored
+    parts = parts_of(replace(cfg, tied=False))
+    if cfg.tied and not stores_head:
         parts["head.weight"] = parts["embed.weight"]
     check_shapes(
         folder,
@@ -430,7 +440,11 @@ def open_weights(folder: str, cfg: ModelConfig) -> Callable[[str], Tensor]:
             tensors.append(tensor)
         return torch.cat(tensors)
 
-    return read
+    if cfg.tied and stores_head and not untie:
+        head, embedding = read("head.weight"), read("embed.weight")
+        wide = torch.promote_types(head.dtype, embedding.dtype)
+        untie = not torch.equal(head.to(wide), embedding.to(wide))
+    return replace(cfg, tied=cfg.tied and not untie), read
 
 
 def check_shapes(folder: str, expected: dict[str, tuple], found: dict[str, tuple]) -> None:
@@ -472,11 +486,12 @@ def check_shapes(folder: str, expected: dict[str, tuple], found: dict[str, tuple
 def load_model(folder: str) -> LLaMA:
     """Return the model of a Hugging Face folder on the CPU, in float32. Raises ValueError."""
     cfg, _ = read_config(folder)
-    read = open_weights(folder, cfg)
+    cfg, read = open_weights(folder, cfg)
     model = LLaMA(cfg)
     model.init_weights(seed=0)  # of weights that only this model has
-    read_names = [name for name in model.state_dict() if not is_own_weight(name)]
-    model.load_state_dict(model.state_dict() | {name: read(name) for name in read_names})
+    for name, p in model.named_parameters():
+        if not is_own_weight(name):
+            p.data.copy_(read(name))
     return model
 
 
@@ -610,8 +625,6 @@ def check_export(cfg: ModelConfig, source: dict) -> None:
         p.data.normal_(0, 1 / math.sqrt(p.shape[-1]), generator=rng)
         if p.dim() == 1:  # norms near 1, and biases so large that the logits show a lost one
             p.data += 1.0
-    if small.tied:
-        model.head.weight.data.copy_(model.embed.weight.data)
 
     # tokens at some positions, up to the last one, and on both sides of the trained length (even if
     # that is the whole length)
@@ -646,9 +659,7 @@ def write_small(folder: Path, model: LLaMA, config) -> None:
     sharded model from all ranks."""
     tensors = {}
     weights = model.state_dict()
-    for name, parts in parts_of(model.cfg).items():
-        if name == "head.weight" and model.cfg.tied:
-            continue  # it equals the embedding, so transformers ties it again
+    for name, parts in parts_of(model.cfg).items():  # a tied model has no head here, only embed
         weight = model.export_weight(name, weights.__getitem__)
         pieces = weight.split([rows for rows, *_ in parts.values()])
         tensors |= {part: piece.contiguous() for part, piece in zip(parts, pieces)}
@@ -866,14 +877,8 @@ def export(
         model = LLaMA(cfg)  # for its method only
     weight = functools.partial(model.export_weight, full_param=full_param)
 
-    # an imported tied head is a matrix of its own here, which training may change. The export ties
-    # it again if it still equals the embedding
-    tied = cfg.tied and torch.equal(weight("embed.weight"), weight("head.weight"))
-    config = export_config(replace(cfg, tied=tied), source, dtype)
-
-    parts = parts_of(cfg)
-    if tied:
-        del parts["head.weight"]
+    config = export_config(cfg, source, dtype)
+    parts = parts_of(cfg)  # without a head if cfg is tied, because transformers ties it again
 
     # which weights go into which file
     sizes = {}  # our name -> bytes

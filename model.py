@@ -92,8 +92,10 @@ sees each layer as one operator, ops.CustomGradient:
 
 Biases of q, k, v (Qwen2) and norms of q and k (Qwen3) are fields of ModelConfig, off by default.
 
-Left out: dropout, mixture of experts, inference caches, other biases, and tied heads (an import
-copies the embedding to a head of its own). hf.py reads and writes files.
+With ModelConfig.tied, `head` is the same Matrix as `embed`. It appears once among the parameters, as
+embed.weight. Imports are tied if their checkpoint is; the models in MODELS are not.
+
+Left out: dropout, mixture of experts, inference caches, other biases. hf.py reads and writes files.
 """
 
 import functools
@@ -144,7 +146,7 @@ class ModelConfig:
     # hash=False, because functools.cache hashes a ModelConfig, and a dict cannot be hashed
     rope_scaling: dict = field(default_factory=dict, hash=False)
     max_positions: int = 4096  # the trained length, times the factor of rope_scaling if it has one
-    tied: bool = False  # the imported model used its embedding as its head; here they are two
+    tied: bool = False  # the head is the embedding: one matrix with two uses
     qkv_bias: bool = False  # biases of q, k and v (Qwen2)
     qk_norm: bool = False  # norms of each head of q and k, before the rotation (Qwen3)
 
@@ -295,6 +297,10 @@ plain_attention = PlainAttention()
 class LLaMA(nn.Module):
     """The whole model: embedding, layers, final norm, head and loss.
 
+    A tied model saves V * C parameters, and begins with other first weights. An untied embedding
+    is normal(0, 1). A tied one is normal(0, 1 / sqrt(C)), as a head is. With standard deviation 1,
+    the first logits would be sqrt(C) times too large, and the first loss far above log(V).
+
     attention: (q, k, v) -> (o, lse). Its method of_layer(i) returns the attention of layer i. If
     forward gets documents, it also needs with_documents(documents), which returns the attention of
     a micro-batch whose tokens attend only to their own document. PlainAttention has no such method.
@@ -313,10 +319,10 @@ class LLaMA(nn.Module):
         self.cfg = cfg
         self.attention = attention
         self.layer_runner = run_blocks
-        self.embed = Matrix(cfg.vocab, cfg.dim, std=1.0)
+        self.embed = Matrix(cfg.vocab, cfg.dim, std=None if cfg.tied else 1.0)
         self.blocks = nn.ModuleList(Block(cfg) for _ in range(cfg.layers))
         self.norm = Vector(cfg.dim, "norm")
-        self.head = Matrix(cfg.vocab, cfg.dim)
+        self.head = self.embed if cfg.tied else Matrix(cfg.vocab, cfg.dim)
 
     @functools.cached_property
     def shapes(self) -> dict[str, tuple]:
@@ -330,7 +336,8 @@ class LLaMA(nn.Module):
                 if name not in shapes:
                     raise ValueError(
                         f"{name} is another module's weight, too. Weights cannot be shared: use "
-                        "one Vector module in both places, or two matrices"
+                        "one Vector module in both places, or two matrices. ModelConfig.tied ties "
+                        "the head to the embedding"
                     )
         return shapes
 
@@ -570,7 +577,7 @@ def _param_counts(
         first, *rest = name.split(".")
         if p.requires_grad:
             kind = "trained"
-        elif first in ("norm", "head"):
+        elif first in ("norm", "head") or (first == "embed" and cfg.tied):
             kind = "frozen"
         elif first == "blocks" and int(rest[0]) >= model.forward_only_layers:
             kind = "frozen"
@@ -588,11 +595,12 @@ def flops_per_token(
     A parameter costs one multiply-add in forward and two in backward: 6 P FLOPs. A frozen one has
     no gradient of its own: 4 P. A frozen one that backward does not reach, in the embedding or in
     the first layers, costs 2 P (LLaMA.forward_only_layers). The embedding is counted although it is
-    a look-up, as is usual. For a sequence of s = `seq` tokens, attention
-    multiplies each query with s keys and the scores with s values: 4 s H D per layer, and three
-    times that with the backward, if there is one. So "full" adds 12 L H D s, the convention of AMSP and Megatron. A
-    causal mask halves the pairs, so "causal" adds 6 L H D s (Memo, 5.1). Recomputation is never
-    counted.
+    a look-up, as is usual. A tied matrix is counted once, for the head.
+
+    For a sequence of s = `seq` tokens, attention multiplies each query with s keys and the scores
+    with s values: 4 s H D per layer, and three times that with the backward, if there is one. So
+    "full" adds 12 L H D s, the convention of AMSP and Megatron. A causal mask halves the pairs, so
+    "causal" adds 6 L H D s (Memo, 5.1). Recomputation is never counted.
 
     keys_seen replaces s if sequences consist of documents. If token number i of a document attends
     to i keys, keys_seen is the mean of 2i - 1 over all tokens. For one document of s tokens this

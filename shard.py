@@ -92,15 +92,26 @@ Set-up, and then a training step as train.run_step runs it:
     states.finish_gradients()
     norm, finite = states.update(lr, clip)
 
+Every rank must use every Matrix exactly once per pass, or the step changes nothing (check_uses).
+Only uses of matrices that train are counted. The one exception is a tied matrix, which is embedding
+and head (ModelConfig.tied). A backward pass adds two contributions to its gradient: the head's
+first, and the embedding's last. So its reduction starts at the end of the pass, where little
+computation is left to hide it. What else it costs, for S elements on one rank:
+
+    gathered weight    one buffer instead of two. Only the embedding gathers; the head finds it
+    whole gradient     one buffer instead of two, but in float32, since two contributions add up
+    states, messages   those of one matrix instead of two
+
+In a pipeline the first and the last stage each hold a copy with its states, as they hold embedding
+and head of an untied model. At the end of a step their owners all-reduce the gradients of the two
+copies: S/os elements. Nothing hides it. The copies get equal updates, so they stay equal.
+
 Frozen weights (ops.Weight). A frozen matrix takes 2P/p bytes and nothing else. It is gathered as
 other matrices are, in forward and in backward, and it sends no gradients and no new parameters. A
-checkpoint holds it as "frozen.NAME", in the compute dtype. A unit all of whose matrices are frozen
-is never open in backward. Backward gathers no weights of layers that it does not reach
-(LLaMA.forward_only_layers).
+checkpoint holds it as "frozen.NAME", in the compute dtype. Backward gathers no weights of layers
+that it does not reach (LLaMA.forward_only_layers).
 
-Left out: quantised communication, learning rates per parameter, and matrices that are used twice.
-Every rank must use every Matrix exactly once per pass, or the step changes nothing (check_uses).
-Only uses of matrices that train are counted.
+Left out: quantised communication, learning rates per parameter, other matrices that are used twice.
 """
 
 import contextlib
@@ -259,7 +270,7 @@ class ShardedParam:
     # (S/g,); but as large as owned_grad in layout inter with g > p. The sum of the micro-batches so
     # far; after finish_gradients, the sum of all ranks in owned_grad
     grad_shard: Tensor
-    # (S,): the gradient of one micro-batch, from its first token chunk until its `event` is
+    # (S,): the gradient of one micro-batch, from its first contribution until its `event` is
     # reached; or grad_shard itself, if grad_accumulates_in_place
     unsharded_grad: Buffer
 
@@ -271,13 +282,14 @@ class ShardedParam:
     # the ranks with the same owned_grad (intra) or the same p-shard (inter), which all-reduce their
     # gradients once per step; None: only this rank
     replicas: dist.ProcessGroup | None
-    # token chunks per backward pass: each adds one contribution to the gradient. 0 if frozen
-    num_chunks: int
+    # per backward pass, to the gradient: one per token chunk; of a tied matrix one per use; 0 if
+    # the matrix is frozen
+    contributions: int
     # optimizer states by name, each as large as owned_param, on the GPU or on the host
     states: dict[str, Tensor] = field(default_factory=dict)
 
     # progress
-    chunks_done: int = 0  # contributions so far in this backward pass
+    contributions_done: int = 0  # so far in this backward pass
     # event of param_broadcast or of host_update: param_shard has the new parameters
     broadcast_done: object = None
 
@@ -285,6 +297,11 @@ class ShardedParam:
     def grad_accumulates_in_place(self) -> bool:
         """Return whether backward adds to grad_shard itself, without a scatter_grad."""
         return self.unsharded_grad.data is self.grad_shard
+
+    @property
+    def is_complete(self) -> bool:
+        """Return whether this backward pass has added all contributions to the gradient."""
+        return self.contributions_done == self.contributions
 
     @property
     def num_elements(self) -> int:
@@ -298,7 +315,8 @@ class ShardedParam:
 
 @dataclass(eq=False)
 class Unit:
-    """The matrices of one layer; or the embedding; or the head."""
+    """The matrices of one layer; or the embedding; or the head. A tied matrix belongs to the
+    embedding."""
 
     name: str  # such as "blocks.0"
     index: int  # the unit's number, in the order of use
@@ -372,24 +390,35 @@ def accumulate(total: Tensor, x: Tensor, first: bool) -> None:
 def check_weights(model: nn.Module, stages: int = 1) -> None:
     """Raise ValueError for a weight that would not train, or that would train wrong.
 
-    These are: a weight that belongs to no Matrix or Vector; a buffer on the meta device; a Matrix with two paths in the model; and, in a pipeline, a Vector with two paths, which
-    may be on two stages. stages: the number of pipeline stages into which the model will be split.
+    These are: a weight that belongs to no Matrix or Vector; a buffer on the meta device; a Matrix
+    with two paths in the model, unless ModelConfig.tied says that these are embed and head; and, in
+    a pipeline, a Vector with two paths, which may be on two stages. stages: the number of pipeline
+    stages into which the model will be split.
     """
     paths: dict[nn.Module, list[str]] = {}
     for path, module in model.named_modules(remove_duplicate=False):
         if isinstance(module, (Matrix, Vector)):
             paths.setdefault(module, []).append(path)
     for module, (path, *others) in paths.items():
+        if model.cfg.tied and path == "embed" and "head" in others:
+            others.remove("head")
         if others and isinstance(module, Matrix):
             raise ValueError(
                 f"{path} and {others[0]} are the same Matrix. A Matrix is used once per pass, so "
-                "give each of them a Matrix of its own."
+                "give each of them a Matrix of its own. Only embed and head may be one Matrix, if "
+                "ModelConfig.tied is True."
             )
         if others and stages > 1:
             raise ValueError(
                 f"--pp {stages}: {path} and {others[0]} are the same Vector, and may be on two "
                 "pipeline stages. Make two Vectors, or use --pp 1."
             )
+    embed, head = getattr(model, "embed", None), getattr(model, "head", None)
+    if model.cfg.tied and None not in (embed, head) and embed is not head:
+        raise ValueError(
+            "ModelConfig.tied is True, but embed and head are two matrices. Write self.head = "
+            "self.embed, or set ModelConfig.tied to False."
+        )
     sharded = {id(module.weight) for module in paths}
     wrong = [name for name, weight in model.named_parameters() if id(weight) not in sharded]
     wrong += [name for name, buffer in model.named_buffers() if buffer.is_meta]
@@ -401,12 +430,14 @@ def check_weights(model: nn.Module, stages: int = 1) -> None:
         )
 
 
-def assign_owners(sizes: dict[str, int], num_owners: int) -> dict[str, int]:
+def assign_owners(sizes: dict[str, int], num_owners: int, first: str = "") -> dict[str, int]:
     """Return the owner of each matrix in layout inter, by its path: largest matrix first, to the
-    owner with the fewest elements so far (AMSP, section IV). sizes: elements by path."""
+    owner with the fewest elements so far (AMSP, section IV). sizes: elements by path. first: the
+    path of a matrix that comes before the largest, so that owner 0 gets it."""
     owners = {}
     loads = [0] * num_owners
-    for path in sorted(sizes, key=sizes.get, reverse=True):
+    largest_first = sorted(sizes, key=sizes.get, reverse=True)
+    for path in sorted(largest_first, key=lambda path: path != first):
         owners[path] = loads.index(min(loads))
         loads[owners[path]] += sizes[path]
     return owners
@@ -458,6 +489,7 @@ class States:
         self.streams = {name: CommStream(self.device, name in overlap) for name in STREAMS}
         self.shapes, self.weight_init = model.shapes, model.weight_init
         self.frozen_weights = model.frozen_weights  # names, of all stages
+        self.tied = model.cfg.tied  # embedding and head are one matrix, perhaps on two stages
         self.scalars = make_scalars(self.device, self.accum_dtype)
 
         # for checkpoints: the part of each state on this rank, by f"{state}.{parameter name}"
@@ -506,6 +538,15 @@ class States:
             "grad_reduce", lambda stage, r, tp_rank: (stage, r % period)
         )
 
+        # the two ranks that update the same part of a tied matrix, on the first and the last stage
+        self.tied_group = None
+        if self.tied and groups.pp > 1:
+            ends = 0, groups.pp - 1
+            self.tied_group = groups.by_position(
+                "tied",
+                lambda stage, r, tp_rank: (r, tp_rank, "ends" if stage in ends else stage),
+            )
+
     def make_params(self, model: nn.Module) -> None:
         """Shard all matrices: allocate what this rank holds, and make the weights views of it."""
         matrices = {
@@ -519,7 +560,13 @@ class States:
         updated_sizes = {
             path: size for path, size in padded_sizes.items() if not matrices[path].frozen
         }
-        owners = assign_owners(updated_sizes, self.factors.os // self.factors.p)
+        # both stages that hold a copy of a tied matrix must choose the same owner for it, so they
+        # assign it first
+        tied_path = ""
+        if self.tied:
+            tied_path = "embed" if "embed" in matrices else "head"
+        owners = assign_owners(updated_sizes, self.factors.os // self.factors.p, tied_path)
+        num_uses = 2 if self.tied and self.groups.pp == 1 else 1
 
         units: dict[str, Unit] = {}
         self.sharded_params: dict[Matrix, ShardedParam] = {}
@@ -527,9 +574,17 @@ class States:
         for path, module in matrices.items():
             unit_name = ".".join(path.split(".")[:2])  # "blocks.0.qkv" belongs to "blocks.0"
             unit = units.setdefault(unit_name, Unit(unit_name, len(units)))
-            # a frozen matrix has no owner
-            owner = owners.get(path, -1)
-            param = self.shard_matrix(path, module, unit, padded_sizes[path], owner)
+            if module.frozen:
+                contributions = 0
+            elif unit.is_layer:
+                contributions = self.num_chunks
+            else:
+                contributions = num_uses if path == tied_path else 1
+            owner = owners.get(path, -1)  # a frozen matrix has none
+            param = self.shard_matrix(path, module, unit, padded_sizes[path], owner, contributions)
+            if path == tied_path:
+                # in checkpoints the last stage's copy has the name of the first stage's
+                param.name = "embed.weight"
             module.replace_weight(param.as_matrix(param.unsharded_param.data))
             module.events = self
             self.sharded_params[module] = param
@@ -545,6 +600,26 @@ class States:
             if unit.read_in_backward:
                 next_unit.previous_params = unit.params
 
+        self.num_units = len(self.units)
+        self.tied_param: ShardedParam | None = None  # a tied matrix, if both uses are on this rank
+        if num_uses == 2:
+            self.add_tied_head(self.sharded_params[model.embed])
+
+    def add_tied_head(self, param: ShardedParam) -> None:
+        """Make a unit for the second use of a tied matrix, between the last layer and what follows
+        it. The unit is none of self.units, so its matrix is not reduced or updated twice."""
+        self.tied_param = param
+        last_layer = [unit for unit in self.units if unit.is_layer][-1]
+        self.tied_head_unit = Unit(
+            "head",
+            self.num_units,
+            [param],
+            next_params=last_layer.next_params,
+            previous_params=last_layer.params if last_layer.read_in_backward else (),
+        )
+        last_layer.next_params = [param]
+        self.num_units += 1
+
     def zeros(self, shape, dtype: torch.dtype) -> Tensor:
         return torch.zeros(shape, dtype=dtype, device=self.device)
 
@@ -553,26 +628,31 @@ class States:
     ) -> Buffer:
         """Return the buffer (size,) for a matrix, at this path. The matrices of a layer have one
         buffer each that all even layers share, and one that all odd layers share. Embedding and
-        head have one each. kind: "param" or "grad"."""
-        parity = unit.index % 2
+        head have one each: layers must not fill it between the two uses of a tied matrix. kind:
+        "param" or "grad"."""
+        users = unit.index % 2 if unit.is_layer else unit.name
         path_in_unit = path.replace(f"{unit.name}.", "")
-        key = kind, parity, path_in_unit, size, dtype
+        key = kind, users, path_in_unit, size, dtype
         if key not in self.shared_buffers:
             self.shared_buffers[key] = Buffer(self.zeros(size, dtype))
         return self.shared_buffers[key]
 
     def shard_matrix(
-        self, path: str, module: Matrix, unit: Unit, padded_size: int, owner: int
+        self,
+        path: str,
+        module: Matrix,
+        unit: Unit,
+        padded_size: int,
+        owner: int,
+        contributions: int,
     ) -> ShardedParam:
         """Allocate what this rank holds of a matrix with S = padded_size elements."""
         f = self.factors
         shard_size = padded_size // f.p
-        num_chunks = self.num_chunks if unit.is_layer else 1
 
         # which elements of its p-shard this rank updates
         if module.frozen:
             owned = slice(0, 0)
-            num_chunks = 0
         elif self.layout == "intra":
             owned_size = padded_size // f.os
             first = self.subgroup_index * owned_size
@@ -596,10 +676,10 @@ class States:
             unsharded_param = Buffer(param_shard)
 
         # backward adds to grad_shard itself, unless grad_shard is smaller than the whole gradient,
-        # or is in bf16 although token chunks must be summed in float32
-        chunks_need_wider = num_chunks > 1 and self.grad_dtype != self.accum_dtype
-        if (f.g > 1 or chunks_need_wider) and not module.frozen:
-            dtype = self.accum_dtype if num_chunks > 1 else self.dtype
+        # or is in bf16 although contributions must be summed in float32
+        sum_needs_wider = contributions > 1 and self.grad_dtype != self.accum_dtype
+        if (f.g > 1 or sum_needs_wider) and not module.frozen:
+            dtype = self.accum_dtype if contributions > 1 else self.dtype
             unsharded_grad = self.shared_buffer("grad", unit, path, padded_size, dtype)
         else:
             unsharded_grad = Buffer(grad_shard)
@@ -618,14 +698,15 @@ class States:
             owned_param=owned_param,
             owned_grad=owned_grad,
             replicas=self.slice_replicas if module.tp_slice else self.whole_replicas,
-            num_chunks=num_chunks,
+            contributions=contributions,
         )
 
     def make_states(self, storage: str) -> None:
         """Allocate the optimizer states of all matrices that train, zeros.
 
         Of the ranks that hold the same states, one saves them to checkpoints and adds their
-        gradients to the global norm. Replicas take turns, matrix by matrix.
+        gradients to the global norm. Replicas take turns, matrix by matrix. If two stages hold a
+        copy of a tied matrix, it is a rank of the first stage.
         """
         params = [param for unit in self.units for param in unit.trained_params]
         sizes = [len(param.owned_param) for param in params]
@@ -644,6 +725,8 @@ class States:
             # all tensor-parallel ranks hold the same matrix if it is not sliced; one of them saves
             tp_slice = param.module.tp_slice
             is_first_copy = tp_slice is not None or groups.tp_rank == 0
+            if param.name == "embed.weight":
+                is_first_copy = is_first_copy and groups.stage == 0
             saved_here = i % num_replicas == replica and is_first_copy
             if saved_here:
                 self.norm_grads.append(param.owned_grad)
@@ -669,6 +752,8 @@ class States:
                 continue  # this rank holds only padding
             tp_slice = param.module.tp_slice
             is_first_copy = tp_slice is not None or groups.tp_rank == 0
+            if param.name == "embed.weight":  # of a tied one, the last stage has another copy
+                is_first_copy = is_first_copy and groups.stage == 0
             self.parts[f"frozen.{param.name}"] = StatePart(
                 param.param_shard[:length],
                 param.shard_start,
@@ -723,14 +808,14 @@ class States:
 
     def begin_step(self) -> None:
         """Begin a step: forget the gradients of the step before, also if an exception ended it."""
-        self.usage_error = ""  # which matrix was not used once per pass, in words
+        self.usage_error = ""  # which matrix was used too often or too seldom, in words
         # (phase in words, its event). A new deque, because a thread may still read the old one
-        self.progress_events = deque(maxlen=10 * len(self.units))
+        self.progress_events = deque(maxlen=10 * self.num_units)
         self.open_unit = self.current_pass = None
         for unit in self.units:
             unit.passes_done = unit.next_to_scatter = 0
             for param in unit.params:
-                param.chunks_done = 0
+                param.contributions_done = 0
         self.vector_grad.zero_()
 
     # -- forward and backward: parameters are gathered ahead of their use
@@ -743,13 +828,15 @@ class States:
         launches the gather of layer i + 2 into layer i's buffer.
         """
         param = self.sharded_params[module]
-        unit = param.unit
+        unit = self.unit_of_use(param, backward)
         if self.current_pass != (backward, unit):
             self.close_frozen_unit()
             self.current_pass = backward, unit
             self.close_other_unit(unit)
+            if param is self.tied_param and not backward and param.contributions_done:
+                self.complete_pass(param.unit)  # the last backward has skipped the embedding
             direction = "backward" if backward else "forward"
-            self.enter_phase(f"{direction}, {unit.name}, {unit.index + 1}/{len(self.units)}")
+            self.enter_phase(f"{direction}, {unit.name}, {unit.index + 1}/{self.num_units}")
 
         if self.factors.p == 1:
             # waits for the new parameters; hidden by the update and the forward of earlier layers
@@ -757,7 +844,7 @@ class States:
             param.broadcast_done = None
             return module.weight
 
-        gathers = self.plan_gathers(param, backward)
+        gathers = self.plan_gathers(param, unit, backward)
         self.launch_param_gather(gathers.now)
         self.launch_param_gather(gathers.ahead)
         # waits for the all-gather; hidden by the layer before, or in backward of whole layers by
@@ -765,10 +852,25 @@ class States:
         wait(param.unsharded_param.event)
         return module.weight
 
-    def plan_gathers(self, param: ShardedParam, backward: bool) -> GatherPlan:
-        """Return what to gather when `param` is about to be used. All ranks gather in the same
+    def unit_of_use(self, param: ShardedParam, backward: bool) -> Unit:
+        """Return the unit that is about to use a matrix.
+
+        The embedding and the head use a tied matrix. It is the head if a forward pass comes from a
+        layer. Backward reads no weight for the embedding, so there it is the head, too.
+        """
+        if param is not self.tied_param:
+            return param.unit
+        if backward:
+            return self.tied_head_unit
+        if self.current_pass is not None:
+            was_backward, last_unit = self.current_pass
+            if last_unit.is_layer and not was_backward:
+                return self.tied_head_unit
+        return param.unit
+
+    def plan_gathers(self, param: ShardedParam, unit: Unit, backward: bool) -> GatherPlan:
+        """Return what to gather when `unit` is about to use `param`. All ranks gather in the same
         order, even if one of them skips a matrix."""
-        unit = param.unit
 
         # without overlap: the whole unit as it begins, nothing ahead
         if not self.streams["param_gather"].overlap:
@@ -811,8 +913,8 @@ class States:
     # -- backward: gradients are reduced under the computation that follows
 
     def add_grad(self, module: Matrix, compute: Callable[[Tensor, int], Tensor]) -> None:
-        """Add one token chunk's contribution to the gradient of a matrix. After the last chunk,
-        launch the gradient's reduction.
+        """Add one contribution to the gradient of a matrix: that of a token chunk, or that of one
+        use of a tied matrix. After the last contribution, launch the gradient's reduction.
 
         compute(out, beta) writes beta * out + contribution into out (rows, cols). Returns None, so
         autograd has nothing to store.
@@ -820,21 +922,25 @@ class States:
         param = self.sharded_params[module]
         unit = param.unit
         self.close_other_unit(unit)
-        if param.chunks_done == param.num_chunks or unit.passes_done == self.micro_batches:
-            self.usage_error = f"{param.name} was used more than once per pass"
+        is_tied = param is self.tied_param
+        if param.is_complete or unit.passes_done == self.micro_batches:
+            often = "twice" if is_tied else "once"
+            self.usage_error = f"{param.name} was used more than {often} per pass"
             return  # the reduction of its gradient is launched already
-        self.open_unit = unit
+        # the layers run between the two contributions of a tied matrix, and must not complete its
+        # pass. The embedding's contribution completes it
+        self.open_unit = None if is_tied else unit
 
         buffer = param.unsharded_grad
-        is_first_chunk = param.chunks_done == 0
-        if is_first_chunk:
+        is_first = param.contributions_done == 0
+        if is_first:
             # waits until scatter_grad has read what was in the buffer, two layers ago; hidden by
             # the backward of the layer between
             wait(buffer.event)
         adds_to_micro_batches = param.grad_accumulates_in_place and unit.passes_done > 0
-        beta = 0 if is_first_chunk and not adds_to_micro_batches else 1
+        beta = 0 if is_first and not adds_to_micro_batches else 1
         compute(param.as_matrix(buffer.data), beta)
-        param.chunks_done += 1
+        param.contributions_done += 1
         self.scatter_unit(unit)
 
     def close_other_unit(self, unit: Unit) -> None:
@@ -865,13 +971,13 @@ class States:
         if self.factors.p > 1 and unit.read_in_backward:
             self.launch_param_gather(unit.params[::-1])
         for param in unit.params:
-            if param.chunks_done < param.num_chunks:
+            if not param.is_complete:
                 if not self.usage_error:
                     self.usage_error = (
-                        f"{param.name} was used {param.chunks_done} times per pass instead of "
-                        f"{param.num_chunks}"
+                        f"{param.name} was used {param.contributions_done} times per pass instead "
+                        f"of {param.contributions}"
                     )
-                param.chunks_done = param.num_chunks
+                param.contributions_done = param.contributions
         self.scatter_unit(unit)
 
     def scatter_unit(self, unit: Unit) -> None:
@@ -881,7 +987,7 @@ class States:
         last_micro_batch = unit.passes_done == self.micro_batches - 1
         in_backward_order = unit.params[::-1]
         for param in in_backward_order[unit.next_to_scatter :]:
-            if param.chunks_done < param.num_chunks:
+            if not param.is_complete:
                 return
             if not param.grad_accumulates_in_place:
                 self.scatter_grad(param, last_micro_batch)
@@ -892,7 +998,7 @@ class States:
         unit.next_to_scatter = 0
         unit.passes_done += 1
         for param in unit.params:
-            param.chunks_done = 0
+            param.contributions_done = 0
         if last_micro_batch:
             self.reduce_unit(unit)
 
@@ -990,8 +1096,8 @@ class States:
     # -- backward ends
 
     def finish_gradients(self) -> None:
-        """Sum the vectors' gradients over all ranks after the last backward of a step, and let
-        compute wait for all reductions.
+        """Sum the vectors' gradients over all ranks after the last backward of a step, and those
+        of a tied matrix over two pipeline stages. Let compute wait for all reductions.
 
         If a matrix was not used exactly once per pass on some rank, that rank sets the vectors'
         gradients to NaN. Their all-reduce spreads the NaN to all ranks, so the global norm is NaN,
@@ -1014,15 +1120,30 @@ class States:
         # waits for all gradients; hidden by the backward, except for its last layers' reductions
         wait(self.streams["grad_scatter"].record_event())
         wait(self.streams["grad_reduce"].record_event())
+        if self.tied_group:
+            self.sum_tied_copies()
+
+    def sum_tied_copies(self) -> None:
+        """Sum the two gradients of a tied matrix: the embedding's, on the first stage, and the
+        head's, on the last stage. Both stages own the same part of it, and both get the sum.
+
+        This runs on the compute stream, and is exposed. The first stage completes its gradient as
+        the last one of a step. The last stage's is complete long before, but an early all-reduce
+        would stop its stream, and the reductions behind it, until the first stage is ready.
+        """
+        for param in self.sharded_params.values():
+            if param.name == "embed.weight" and len(param.owned_grad):
+                dist.all_reduce(param.owned_grad, group=self.tied_group)
 
     def check_uses(self) -> None:
-        """Raise ConfigError on all ranks if one of them did not use each matrix exactly once per
-        pass in this step. Call it after a step that was not finite. A collective of all ranks."""
+        """Raise ConfigError on all ranks if one of them did not use each matrix as often per pass as
+        it must in this step. Call it after a step that was not finite. A collective of all ranks."""
         error = ""
         if self.usage_error:
             error = (
-                f"{self.usage_error}; every rank must use every Matrix exactly once per pass, even "
-                "if it has no tokens for it: then call it with an empty input, x[:0]"
+                f"{self.usage_error}; every rank must use every Matrix exactly once per pass (a "
+                "tied one twice, as embedding and as head), even if it has no tokens for it: then "
+                "call it with an empty input, x[:0]"
             )
         if error := first_error(error):
             raise ConfigError(error)

@@ -130,7 +130,8 @@ class PlainLayer(torch.nn.Module):
     """A LLaMA layer made of PyTorch's modules. Its weights have model.py's names.
 
     block: "plain" is LLaMA's layer. "norms" adds Qwen's biases and norms of q and k, "gated" adds
-    the gate of GatedBlock, and "fork" is examples/block.py. adapters: add those of examples/lora.py.
+    the gate of GatedBlock, and "fork" is examples/block.py. adapters: add those of
+    examples/lora.py.
     """
 
     def __init__(self, cfg: m.ModelConfig, block: str, adapters: bool):
@@ -208,6 +209,8 @@ class Plain(torch.nn.Module):
         )
         self.norm = torch.nn.RMSNorm(cfg.dim, cfg.norm_eps)
         self.head = torch.nn.Linear(cfg.dim, cfg.vocab, bias=False)
+        if cfg.tied:
+            self.head.weight = self.embed.weight
         self.double()
         for name, p in self.named_parameters():
             rng = torch.Generator().manual_seed(zlib.crc32(name.encode()))
@@ -366,12 +369,13 @@ def reference_steps(
     documents: tuple[int, ...],
     kernel: str = "cpu",
     frozen: str = "none",
+    tied: int = 0,
 ) -> tuple:
     """Train Plain. Return its first weights, (loss, gradient norm) of each step, its last weights.
 
     documents: for each step, whether attention stays inside documents.
     """
-    plain = Plain(SIZES[model], block, kernel, frozen)
+    plain = Plain(replace(SIZES[model], tied=bool(tied)), block, kernel, frozen)
     first_weights = plain.weights()
     trained = [p for p in plain.parameters() if p.requires_grad]
     vectors = [p for p in trained if p.dim() == 1]
@@ -416,7 +420,13 @@ def reference_of_case(case: dict) -> tuple:
     """Return reference_steps of the model that a case trains, for four steps."""
     documents = 4 * (case["docs"],)
     return reference_steps(
-        case["model"], case["block"], case["optimizer"], documents, case["kernel"], case["frozen"]
+        case["model"],
+        case["block"],
+        case["optimizer"],
+        documents,
+        case["kernel"],
+        case["frozen"],
+        case["tied"],
     )
 
 
@@ -447,6 +457,7 @@ VALUES = {  # the keys of a case line, and the values that each one takes, its d
     "model": ("gqa", "mha", "mqa", "deep"),  # a row of SIZES
     "block": ("plain", "norms", "fork"),  # norms: Qwen's biases and norms; fork: examples/block.py
     "frozen": ("none", "base", "some"),  # which weights do not train: see `freezes`
+    "tied": (0, 1),  # 1: embedding and head are one matrix
     "docs": (0, 1),  # 1: attention stays inside documents
     "micro": (1, 2, 4),  # micro-batches per step
     "sp": (1, 2, 4, 8),  # ranks that share a sequence
@@ -506,7 +517,7 @@ def plan_of(case: dict) -> costs.Plan:
     """Return the plan that a case runs, as the planner would make it."""
     value = SimpleNamespace(**case)
     norms = value.block == "norms"
-    model = replace(SIZES[value.model], qkv_bias=norms, qk_norm=norms)
+    model = replace(SIZES[value.model], qkv_bias=norms, qk_norm=norms, tied=bool(value.tied))
     micro_batch = BATCH * value.sp * value.tp * value.pp // value.ranks // value.micro
     tokens = micro_batch * SEQ // value.sp
     chunk = min(tokens, tokens // value.chunks + 1)  # so the last chunk is shorter
@@ -692,6 +703,8 @@ def assert_equals_plain(
             if not error < update_tolerance:  # so written, NaN is an error
                 errors.append(f"update of {name}: {error:.3g}")
 
+    if case["tied"] and case["pp"] > 1:
+        errors += find_different_copies(states)
     if only_step is not None:
         save_checkpoint(states, folder, only_step + 1)
     errors_by_rank = [None] * dist.get_world_size()
@@ -711,6 +724,35 @@ def find_rounded_gradients(states: shard.States) -> list[str]:
         if param.replicas is None
         and param.grad_shard.any()
         and torch.equal(param.grad_shard.bfloat16(), param.grad_shard)
+    ]
+
+
+def find_different_copies(states: shard.States) -> list[str]:
+    """Return an error for each part of a tied matrix that differs between two ranks.
+
+    The first and the last pipeline stage hold copies of its weights and its optimizer states. All
+    bits must be equal. A collective of all ranks.
+    """
+    parts = {}  # (name, index of the first element) -> the bytes of the elements
+    for name, part in states.state_parts().items():
+        if name.endswith(".embed.weight"):
+            parts[name, part.start] = part.values
+    if states.device.type == "cuda":
+        torch.cuda.synchronize()  # the new parameters are broadcast
+    for param in states.sharded_params.values():
+        if param.name == "embed.weight":
+            parts["the parameters", states.param_index] = param.param_shard
+
+    found = {key: values.cpu().view(torch.uint8).numpy().tobytes() for key, values in parts.items()}
+    by_rank = [None] * dist.get_world_size()
+    dist.all_gather_object(by_rank, found)
+    holders = Counter(key for of_rank in by_rank for key in of_rank)
+    assert holders and min(holders.values()) > 1, "only one stage holds the matrix"
+    expected = {key: values for of_rank in by_rank for key, values in of_rank.items()}
+    return [
+        f"copies of a tied matrix differ: {name} from element {start}"
+        for (name, start), values in found.items()
+        if values != expected[name, start]
     ]
 
 
@@ -1071,6 +1113,7 @@ def mechanisms(case: dict) -> set[str]:
         "micro-batches": value.micro > 1,
         f"chunks {value.keep}": KEEPS[value.keep] is not None,
         "documents": value.docs == 1,
+        "tied": value.tied == 1,
         f"block {value.block}": value.block != "plain",
         f"frozen {value.frozen}": value.frozen != "none",
         f"kv {value.model}": value.model in ("mha", "mqa"),
@@ -1084,7 +1127,7 @@ MECHANISMS = sorted(
     "heads,ring,long ring,groups,tp msp,tp mtp,tp fsp,stages,virtual stages,p>1,g>p,os>g,replicas,"
     "inter,host,no overlap,micro-batches,chunks x,chunks kept,chunks again,chunks swapped,"
     "chunks mixed,chunks no-o,chunks no-x,chunks neither,documents,block norms,block fork,"
-    "frozen base,frozen some,kv mha,kv mqa,bf16,whole matrices".split(",")
+    "frozen base,frozen some,kv mha,kv mqa,bf16,whole matrices,tied".split(",")
 )
 
 
@@ -1233,6 +1276,9 @@ ALONE = [
 2 pp=2 micro=4 keep=swapped model=deep                # micro-batches in flight have host buffers
 2 tp=2 mode=mtp keep=swapped docs=1
 2 tp=2 mode=mtp keep=mixed block=norms micro=2
+1 tied=1
+2 tied=1 pp=2 micro=4
+2 tied=1 p=2 g=2 os=2 micro=2                         # gathered once, used twice
 """.strip().splitlines()
 ]
 PICKED = [
@@ -1252,16 +1298,19 @@ PICKED = [
 4 tp=4 mode=mtp                                       # one key/value head per rank
 2 frozen=base tp=2 mode=mtp keep=kept block=fork      # split matrices in token chunks
 2 frozen=some tp=2 mode=mtp keep=mixed block=gated    # whole weights meet split ones
-2 tp=2 mode=mtp keep=again groups=2
+2 frozen=base tp=2 mode=mtp keep=again groups=2
 2 frozen=base tp=2 mode=mtp keep=no-x
-2 tp=2 mode=mtp keep=neither model=deep
+2 frozen=base tp=2 mode=mtp keep=neither model=deep
 4 tp=2 mode=mtp sp=2 keep=no-o
 4 tp=2 mode=mtp p=2 g=2 os=2 keep=mixed block=norms
 4 sp=4 ring=4 model=mqa                               # keys are passed on more than once
-4 sp=4 ring=4 keep=swapped g=4 os=4
-4 p=4 g=4 os=4 keep=again
+4 frozen=base sp=4 ring=4 keep=swapped g=4 os=4
+4 frozen=some p=4 g=4 os=4 keep=again
 8 sp=8 ring=4 p=2 g=8 os=8
 8 sp=8 model=mha g=4 os=4
+4 tied=1 pp=2 g=2 os=2 layout=inter                   # the owners of both copies are equal
+4 tied=1 pp=4 parts=2 micro=4 model=deep place=host
+4 tied=1 tp=2 pp=2 dtype=bf16 micro=2
 """.strip().splitlines()
 ]
 COVER = [
@@ -1269,23 +1318,22 @@ COVER = [
     for line in """
 1 model=mqa docs=1 layout=inter keep=swapped
 1 model=mha groups=2 layout=inter place=host open=1 keep=swapped
-1 frozen=base model=mqa block=norms docs=1 layout=inter keep=neither optimizer=muon
+1 model=mqa block=norms docs=1 layout=inter keep=neither optimizer=muon tied=1
 2 model=mha block=norms docs=1 groups=2 p=2 g=2 os=2 layout=inter place=host open=1 keep=neither \
   dtype=bf16
-2 model=mqa block=fork pp=2 layout=inter place=host open=1 keep=kept optimizer=muon
+2 model=mqa block=fork pp=2 layout=inter place=host open=1 keep=kept optimizer=muon tied=1
 2 frozen=base model=mha block=fork micro=2 groups=4 pp=2 parts=2 layout=inter open=1 keep=x
-2 frozen=base block=fork docs=1 layout=inter place=host open=1 keep=swapped optimizer=muon \
-  dtype=bf16
+2 block=fork docs=1 layout=inter place=host open=1 keep=swapped optimizer=muon dtype=bf16 tied=1
 2 frozen=base model=mha block=norms docs=1 sp=2 groups=4 os=2 layout=inter open=1 keep=no-o \
-  optimizer=muon
+  optimizer=muon tied=1
 2 block=norms docs=1 groups=2 pp=2 layout=inter place=host open=1 keep=again dtype=bf16
-2 frozen=some model=mqa block=norms sp=2 ring=2 g=2 os=2 layout=inter place=host open=1 \
-  keep=no-x dtype=bf16
-2 model=mqa block=norms docs=1 p=2 g=2 os=2 place=host open=1 keep=mixed dtype=bf16
-2 model=mha block=fork sp=2 ring=2 groups=2 os=2 layout=inter place=host keep=no-x chunks=1 \
-  optimizer=muon
-2 frozen=some model=mha docs=1 groups=4 tp=2 mode=fsp layout=inter open=1 dtype=bf16
-2 frozen=some model=mqa block=norms micro=2 pp=2 parts=2 layout=inter keep=again optimizer=muon
+2 frozen=base model=mqa block=norms sp=2 ring=2 g=2 os=2 layout=inter place=host open=1 \
+  keep=no-x dtype=bf16 tied=1
+2 model=mqa block=norms docs=1 p=2 g=2 os=2 place=host open=1 keep=mixed dtype=bf16 tied=1
+2 frozen=some model=mha block=fork sp=2 ring=2 groups=2 os=2 layout=inter place=host keep=no-x \
+  chunks=1 optimizer=muon
+2 frozen=some model=mha docs=1 groups=4 tp=2 mode=fsp layout=inter open=1 dtype=bf16 tied=1
+2 model=mqa block=norms micro=2 pp=2 parts=2 layout=inter keep=again optimizer=muon
 2 block=fork docs=1 micro=2 groups=2 g=2 os=2 layout=inter keep=no-o optimizer=muon dtype=bf16
 2 model=mha block=norms sp=2 groups=4 layout=inter place=host keep=mixed dtype=bf16
 2 model=mha block=fork micro=2 pp=2 parts=2 place=host keep=kept dtype=bf16
@@ -1297,7 +1345,7 @@ COVER = [
 2 model=mqa block=norms p=2 g=2 os=2 place=host open=1 keep=no-o
 2 groups=2 os=2 layout=inter keep=mixed optimizer=muon dtype=bf16
 2 model=deep block=norms docs=1 micro=2 groups=2 pp=2 parts=2 layout=inter keep=no-x
-2 model=mha block=fork docs=1 groups=2 tp=2 dtype=bf16
+2 model=mha block=fork docs=1 groups=2 tp=2 dtype=bf16 tied=1
 2 model=mha block=fork micro=2 groups=2 tp=2 mode=mtp layout=inter place=host open=1 dtype=bf16
 2 block=norms sp=2 ring=2 groups=2 os=2 place=host keep=kept
 4 groups=4 p=2 g=2 os=4 layout=inter place=host keep=swapped dtype=bf16
@@ -1306,7 +1354,7 @@ COVER = [
 4 model=mha sp=4 ring=4 p=2 g=2 os=2 layout=inter place=host keep=no-x
 4 model=mha sp=2 groups=2 pp=2 os=2 place=host open=1 keep=again
 4 block=norms micro=2 groups=2 tp=2 pp=2 parts=2 layout=inter open=1
-4 model=mha micro=2 tp=2 mode=mtp pp=2 parts=2 keep=x
+4 model=mha micro=2 tp=2 mode=mtp pp=2 parts=2 keep=x tied=1
 4 model=deep micro=2 sp=2 pp=2 parts=2 layout=inter place=host keep=no-o
 4 model=mha sp=2 ring=2 tp=2 p=2 g=2 os=2 place=host
 4 block=fork docs=1 sp=2 tp=2 mode=mtp g=2 os=2 layout=inter place=host
@@ -1318,8 +1366,8 @@ COVER = [
 4 model=mha block=fork docs=1 tp=2 os=2 layout=inter open=1
 4 docs=1 sp=4 ring=4 p=2 g=4 os=4 layout=inter place=host keep=neither
 4 model=deep block=fork micro=2 pp=2 parts=2 p=2 g=2 os=2 keep=swapped
-8 frozen=base model=mha micro=2 sp=4 ring=4 groups=4 pp=2 parts=2 p=2 g=4 os=4 layout=inter \
-  open=1 keep=again
+8 model=mha micro=2 sp=4 ring=4 groups=4 pp=2 parts=2 p=2 g=4 os=4 layout=inter open=1 keep=again \
+  tied=1
 8 frozen=some model=mqa sp=4 ring=4 os=2 layout=inter place=host open=1 keep=no-o \
   optimizer=muon dtype=bf16
 8 block=norms micro=2 tp=2 mode=fsp pp=2 parts=2
@@ -1428,8 +1476,9 @@ def test_cases_cover_all_pairs_of_mechanisms():
     Each case is usable, and each value of each key occurs. The resumed runs save and load with each
     mechanism. Catches two mechanisms that no case has together.
     """
-    assert all(map(is_usable, CASES + RESUMES + WHOLE_RESUMES))
-    assert len(CASES + RESUMES + WHOLE_RESUMES) <= 150
+    resumes = RESUMES + WHOLE_RESUMES + TIED_RESUMES
+    assert all(map(is_usable, CASES + resumes))
+    assert len(CASES + resumes) <= 160
     for key, values in VALUES.items():
         # the block "gated" is no value of its key; tests of GPUs take "cuda" and "naive"
         assert {case[key] for case in CASES} - {"gated"} == set(values) - {"cuda", "naive"}, key
@@ -1439,7 +1488,9 @@ def test_cases_cover_all_pairs_of_mechanisms():
         assert (pair in pairs_in_cases) != never_meet(*pair), pair
 
     # a run keeps its model and optimizer when it resumes; all else is saved once and loaded once
-    of_the_model = {name for name in MECHANISMS if re.match("block|frozen|kv|bf16|whole", name)}
+    of_the_model = {
+        name for name in MECHANISMS if re.match("block|frozen|kv|bf16|whole|tied", name)
+    }
     saving, loading = RESUMES[:-1], RESUMES[1:]
     for cases in (saving, loading):
         assert set().union(*map(mechanisms, cases)) == set(MECHANISMS) - of_the_model
@@ -1842,7 +1893,8 @@ def test_blocks_that_save_unusual_tensors(block, monkeypatch, group):
 
 # ---------------------------------------------------------------------------- a resume
 # Each step of one run is another case, and resumes from the checkpoint of the case before it.
-# RESUMES are such a run's cases for AdamW, WHOLE_RESUMES for Muon, which needs whole matrices.
+# RESUMES are such a run's cases for AdamW, WHOLE_RESUMES for Muon, which needs whole matrices, and
+# TIED_RESUMES for a tied model, whose matrix one stage or two stages save and load.
 
 RESUMES = [
     make_case(line)
@@ -1884,17 +1936,39 @@ WHOLE_RESUMES = [
 1 layout=inter keep=swapped
 """.strip().splitlines()
 ]
+TIED_RESUMES = [
+    make_case(line)
+    for line in """
+1 tied=1
+2 tied=1 pp=2 micro=2
+2 tied=1 p=2 g=2 os=2 place=host
+4 tied=1 pp=2 os=2 layout=inter
+4 tied=1 tp=2 os=2
+4 tied=1 pp=4 parts=1 micro=4 place=host
+4 tied=1 p=2 g=4 os=4
+4 tied=1 pp=2 tp=2 mode=mtp
+""".strip().splitlines()
+]
 
 
 @slow
-@parametrize("block, optimizer", [("norms", "adamw"), ("fork", "muon")])
-def test_resumed_under_others(block, optimizer, tmp_path):
+@parametrize(
+    "block, optimizer, steps",
+    [
+        ("norms", "adamw", RESUMES),
+        ("fork", "muon", WHOLE_RESUMES),
+        ("plain", "adamw", TIED_RESUMES),
+    ],
+    ids=["adamw", "muon", "tied"],
+)
+def test_resumed_under_others(block, optimizer, steps, tmp_path):
     """A run whose steps each resume from another case's checkpoint trains as Plain does.
 
     Catches a state that is read from or written to the wrong rows, columns or rank.
     """
-    steps = RESUMES if optimizer == "adamw" else WHOLE_RESUMES
-    reference = reference_steps("gqa", block, optimizer, tuple(case["docs"] for case in steps))
+    documents = tuple(case["docs"] for case in steps)
+    tied = steps[0]["tied"]
+    reference = reference_steps("gqa", block, optimizer, documents, tied=tied)
     first_step = 0
     for ranks, group_of_steps in itertools.groupby(steps, lambda case: case["ranks"]):
         cases = [case | {"block": block, "optimizer": optimizer} for case in group_of_steps]

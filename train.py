@@ -194,6 +194,10 @@ class Config(Constraints):
     init: str = flag(
         "random", "First weights: random, or hf:DIR, a Hugging Face folder of Llama, Mistral, "
         "Qwen2, Qwen2.5 or Qwen3 in safetensors. A resumed run does not need DIR.")
+    untie: bool = flag(
+        False, "Train the head as a matrix of its own if the model that --init imports is tied, "
+        "that is, if its head is its embedding. The head begins as a copy of the embedding. "
+        "Otherwise a tied model stays tied.")
     rope_scaling: str = flag(
         "", "Let the rotary embedding reach longer sequences than the model was trained on. "
         "linear:FACTOR, llama3:FACTOR and yarn:FACTOR multiply the length that it reaches; a model "
@@ -337,8 +341,8 @@ def resumed_flags(command_flags: dict, old: dict) -> Config:
     """Return the flags of the run to resume, updated by the flags that the command gives.
 
     If the command gives --seq but not --batch, a step keeps its number of tokens. Raises ValueError
-    if `old`, the flags in meta.json, is not valid, or if --init names other weights than those that
-    the run began with.
+    if `old`, the flags in meta.json, is not valid, if --init names other weights than those that
+    the run began with, or if the command changes --untie.
     """
     inherited = flags_of(Config).keys() & old.keys() - NOT_INHERITED
     flags = {name: old[name] for name in inherited}
@@ -355,6 +359,12 @@ def resumed_flags(command_flags: dict, old: dict) -> Config:
         raise ValueError(
             f"--init {init}: --init cannot change on resume, and the run began with --init "
             f"{old['init']}. Drop --init"
+        )
+    old_untie = old.get("untie", False)
+    if command_flags.get("untie", old_untie) != old_untie:
+        given, began = ("--no-untie", "with") if old_untie else ("--untie", "without")
+        raise ValueError(
+            f"{given}: --untie cannot change on resume, and the run began {began} it. Drop {given}"
         )
 
     flags |= command_flags
@@ -459,10 +469,20 @@ def choose_model(cfg: Config, device: torch.device, resumed: checkpoint.Checkpoi
             raise ValueError(
                 f"--model {name}: --init hf:DIR brings its own model. Drop --model, or --init"
             )
-        read_weights = hf.open_weights(cfg.import_folder, imported)
+        imported, read_weights = hf.open_weights(cfg.import_folder, imported, cfg.untie)
     elif name == "auto" and not source:
         name = "tiny" if device.type == "cpu" else "7b"
-    model = hf.model_of(source) if name == "auto" else MODELS[name]
+    if cfg.untie and not source:
+        raise ValueError(
+            "--untie: it is for models that --init hf:DIR imports. Drop --untie, or name an import"
+        )
+
+    if name != "auto":
+        model = MODELS[name]
+    elif resumed:  # whether an import is tied depends on its files, too
+        model = replace(hf.model_of(source), tied=resumed.meta["model"].get("tied", False))
+    else:
+        model = imported
 
     default_lrs = {"tiny": 3e-3, "160m": 6e-4, "auto": 2e-5}
     cfg = replace(
@@ -817,9 +837,12 @@ def print_run(run: Run, plans: list[costs.Plan]) -> None:
             "embedding reaches. A larger factor of --rope-scaling extends it"
         )
     if model.tied:
+        print0("The model uses one matrix as embedding and as head (tied), and stays so")
+    elif run.meta["source"].get("tie_word_embeddings"):
+        reason = "of --untie" if cfg.untie else "its files store a head that differs"
         print0(
-            "The imported model uses one matrix as embedding and as head (tied). Here they are "
-            "trained as two matrices, and exported as two unless they are still equal"
+            "The imported model's config.json ties head and embedding. Here they are two matrices, "
+            f"because {reason}"
         )
 
     files = [file for source in run.training.sources for file in source.corpus.files]

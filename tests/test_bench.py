@@ -100,7 +100,8 @@ def test_bench_transformers_takes_the_same_steps(group, tmp_path, monkeypatch, c
     ours = bench.make_step(bench.plan_runs(table, cfg)[0])
     theirs = bench.transformers_step(bench.peer_run(table, cfg), ["fp32", "full"])
     theirs.model.save_pretrained(tmp_path)
-    ours.states.load(hf.open_weights(tmp_path, ours.run.plan.model))
+    _, read = hf.open_weights(tmp_path, ours.run.plan.model)
+    ours.states.load(read)
     for _ in range(4):
         assert theirs()[0].item() == approx(ours()[0].item(), rel=2e-3)
     monkeypatch.setenv("WORLD_SIZE", "2")

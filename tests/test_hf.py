@@ -11,12 +11,14 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.distributed as dist
-from pytest import raises
+from pytest import approx, raises
 from safetensors.torch import load_file, save_file
 
 import checkpoint
+import data
 import hf
 import model as m
 import published_configs
@@ -574,17 +576,53 @@ def test_hf_advice_for_pickles_makes_up_no_weight(whole, tmp_path, capsys):
         assert not (folder / hf.WEIGHTS).exists()
 
 
-@parametrize("other", [0, 1])
-def test_hf_tied_head_that_is_stored_too(other, tmp_path):
+@parametrize("kind", ["equal", "equal, in bf16", "another"])
+def test_hf_tied_head_that_is_stored_too(kind, tmp_path, capsys):
     """Some checkpoints of a tied model store the head, too. It is the embedding, or, if it differs,
-    it is the head, as transformers 5 has it. Catches a head that is lost."""
-    hf_model(tmp_path, tie_word_embeddings=True, shard="1GB")
-    file = tmp_path / "model.safetensors"
+    it is the head, as transformers 5 has it. Catches a head that is lost, or trained as the
+    embedding."""
+    hf_model(tmp_path / "in", tie_word_embeddings=True, shard="1GB")
+    file = tmp_path / "in" / "model.safetensors"
     tensors = load_file(file)
-    head = tensors["model.embed_tokens.weight"] + other
+    embedding = tensors["model.embed_tokens.weight"]
+    if "bf16" in kind:
+        embedding = tensors["model.embed_tokens.weight"] = embedding.bfloat16().float()
+    head = {"another": embedding + 1, "equal": embedding.clone()}.get(kind, embedding.bfloat16())
     save_file(tensors | {"lm_head.weight": head}, file, {"format": "pt"})
-    ours = hf.load_model(tmp_path)
-    assert torch.equal(ours.head.weight, head) and hf_error(ours, hf_load(tmp_path), 40) < 2e-6
+
+    ours = hf.load_model(tmp_path / "in")
+    assert torch.equal(ours.head.weight, head.float())
+    assert hf_error(ours, hf_load(tmp_path / "in", dtype=torch.float32), 40) < 2e-6
+    assert ours.cfg.tied == (ours.head is ours.embed) == (kind != "another")
+
+    if kind == "equal":
+        return
+    main(f"--init hf:{tmp_path}/in --steps 1 --out {tmp_path}/o --export {tmp_path}/e")
+    two = "Here they are two matrices, because its files store a head that differs"
+    assert (two in capsys.readouterr().out) == (kind == "another")
+    assert hf_load(tmp_path / "e").config.tie_word_embeddings == (kind != "another")
+    main(f"--resume {tmp_path}/o/step-00000001 --steps 2 --out {tmp_path}/p --save-every -1")
+    assert len(losses(tmp_path / "p")) == 1
+
+
+def test_untie_cannot_change_on_resume(tmp_path):
+    """--untie is refused without an import, and may not change when a run is resumed.
+
+    Catches a resume that trains another model than the checkpoint has.
+    """
+    hf_model(tmp_path / "in", tie_word_embeddings=True)
+    with raises(ValueError, match="--untie: it is for models that --init hf:DIR imports. Drop"):
+        main(f"--untie --out {tmp_path}/o")
+    dist.destroy_process_group()
+    for flag, other, began in (("", "--untie", "without"), ("--untie", "--no-untie", "with")):
+        out = tmp_path / f"o{flag}"
+        main(f"--init hf:{tmp_path}/in {flag} --steps 1 --out {out}")
+        error = f"{other}: --untie cannot change on resume, and the run began {began} it. Drop"
+        with raises(ValueError, match=error):
+            main(f"--resume {other} --steps 2 --out {out}")
+        dist.destroy_process_group()
+        main(f"--resume {flag} --steps 2 --out {out}")
+        assert len(losses(out)) == 2
 
 
 @parametrize(
@@ -621,9 +659,11 @@ def test_rope_scaling_counts_from_the_trained_length(name, flag, scaling, positi
     assert written["max_position_embeddings"] == positions
 
 
-def test_hf_train_and_export(tmp_path, capsys):
+@parametrize("untie", ["", "--untie"])
+def test_hf_train_and_export(untie, tmp_path, capsys):
     """A tied model is imported, trained, exported with the files that lay beside it, and imported
-    again. Catches a head that is tied again, and a tokenizer or licence that does not go along."""
+    again. It stays tied, unless --untie gives it a head of its own. Catches a head that is tied
+    again or untied, and a tokenizer or licence that does not go along."""
     hf_model(tmp_path / "in", tie_word_embeddings=True, shard="1GB")
     beside = {
         "tokenizer.json",
@@ -639,16 +679,88 @@ def test_hf_train_and_export(tmp_path, capsys):
     states = []
     for steps, source, target in ((2, "in", "a"), (0, "a", "b")):
         folder = tmp_path / target
-        main(f"--init hf:{tmp_path / source} --steps {steps} --out {folder}-out --export {folder}")
-        assert f"exported {folder}: llama" in capsys.readouterr().out
+        flags = f"{untie} --steps {steps} --out {folder}-out --export {folder}"
+        main(f"--init hf:{tmp_path / source} {flags}")
+        text = capsys.readouterr().out
+        assert f"exported {folder}: llama" in text
+        assert ("one matrix as embedding and as head (tied), and stays so" in text) == (not untie)
+        if untie and source == "in":
+            assert "Here they are two matrices, because of --untie" in text
         theirs = hf_load(folder)
+        assert theirs.config.tie_word_embeddings == (not untie)
         states.append(theirs.state_dict())
     files = {file.name for file in (tmp_path / "a").iterdir()}
     index = "model.safetensors.index.json"
     assert files == {*beside, "config.json", "model-00001-of-00001.safetensors", index}
-    assert not theirs.config.tie_word_embeddings  # two matrices, trained apart
+    head, embedding = states[0]["lm_head.weight"], states[0]["model.embed_tokens.weight"]
+    assert torch.equal(head, embedding) == (not untie)  # two matrices are trained apart
     for name, weight in states[0].items():
         assert torch.equal(weight, states[1][name]), name
+
+
+def train_theirs(model, sequences, steps: int, batch: int, lr: float) -> list[float]:
+    """Train a model of transformers by PyTorch's AdamW, with train.py's settings. Return the losses.
+
+    sequences: from data.split. Sequence i has the tokens of sample i, and their labels.
+    """
+    vectors = [p for p in model.parameters() if p.dim() == 1]
+    matrices = [p for p in model.parameters() if p.dim() > 1]
+    adamw = torch.optim.AdamW(
+        [{"params": vectors, "weight_decay": 0.0}, {"params": matrices, "weight_decay": 0.1}],
+        lr=lr,
+        betas=(0.9, 0.95),
+    )
+    found = []
+    for step in range(steps):
+        windows = [sequences.sample(step * batch + i).tokens for i in range(batch)]
+        ids = torch.tensor(np.stack(windows)).long()
+        logits = model(ids[:, :-1]).logits
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
+        adamw.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        adamw.step()
+        found.append(loss.item())
+    return found
+
+
+@slow
+@parametrize(
+    "name, plan", [("Llama 3.2", "--p 2 --sp 2"), ("Qwen2.5, small", "--pp 2 --micro-batch 1")]
+)
+def test_tied_models_train_as_in_transformers(name, plan, tmp_path):
+    """A tied model is imported, trained for two steps on two ranks, resumed on one rank, trained
+    for a third step, and exported.
+
+    Losses and weights are those of transformers' own training in float64. Only rotary angles and
+    norms are in float32 there. Catches a gradient of one of a tied matrix's two uses that is lost,
+    and a head that is trained apart.
+    """
+    kind, keys = PUBLISHED[name]
+    hf_model(tmp_path / "in", kind, **keys | {"num_key_value_heads": 2, "sliding_window": None})
+    corpus = tmp_path / "corpus.txt"
+    corpus.write_text(Path(hf.__file__).read_text())
+    batch, lr = 4, 1e-3
+    flags = f"--init hf:{tmp_path}/in --data {corpus} --dtype fp64 --batch {batch} --lr {lr}"
+    flags += " --schedule constant --warmup 0"
+    run(f"{flags} {plan} --steps 2 --out {tmp_path}/a", 2)
+    resume = f"--resume {tmp_path}/a/step-00000002 --p auto --sp auto --pp 1 --micro-batch 2"
+    run(f"{flags} {resume} --steps 3 --out {tmp_path}/b --export {tmp_path}/e")
+
+    theirs = hf_load(tmp_path / "in", dtype=torch.float64)
+    before = {name: p.detach().clone() for name, p in theirs.named_parameters()}
+    sequences, _ = data.split(*data.open_corpus(str(corpus), 300, []), 32, 0, 1)
+    expected = train_theirs(theirs, sequences, 3, batch, lr)
+    found = [loss for _, loss, _ in losses(tmp_path / "a") + losses(tmp_path / "b")]
+    assert found == approx(expected, rel=1e-6)
+
+    exported = hf_load(tmp_path / "e", dtype=torch.float64)
+    assert exported.config.tie_word_embeddings
+    assert exported.lm_head.weight is exported.model.embed_tokens.weight
+    weights = dict(exported.named_parameters())
+    assert weights.keys() == before.keys()
+    for name, p in theirs.named_parameters():
+        assert relative(weights[name] - before[name], p.detach() - before[name]) < 0.01, name
 
 
 @slow

@@ -433,6 +433,9 @@ def peak_alive(buffers):
             {"head_groups": 4},  # layers drop x and o
         ),
         ("llama3-8b", 8, 2**16, (1, 1, 8), (4, 1, 2, 2), {"batch": 2}),
+        # a tied matrix is summed in a float32 buffer of its own (g = 1), or of all gradients
+        ("llama3-8b tied", 4, 2**16, (1, 1, 4), (), {}),
+        ("llama3-8b tied", 4, 2**17, (2, 4, 4), (4, 2, 4, 8), {}),
         ("7b", 4, 2**18, (1, 1, 4), (4, 4, 2, 5), {"ring": 4}),
         ("7b", 4, 2**17, (1, 1, 1), (4, 8, 2, 10), {"sp": 1, "tp": 4, "tp_mode": "mtp"}),
         *(
@@ -447,7 +450,8 @@ def test_counted_memory_is_what_a_step_needs(name, ranks, seq, factors, kept, ch
     The steps have some of a model's layers. With 32 layers in the first case, GPUs measured 122.2
     GiB where 122.1 were simulated. Catches a peak that the formula lacks.
     """
-    model = replace(m.MODELS[name], layers=4)
+    name, _, tied = name.partition(" ")
+    model = replace(m.MODELS[name], layers=4, tied=bool(tied))
     plan = swapping_plan(model, ranks, seq, factors, kept, **{"chunk": 2**14, **choices})
     requests, lasting, counted = simulate_step(plan)
     simulated = lasting + peak_alive(requests)
@@ -478,30 +482,34 @@ def test_simulated_step_requests_what_a_gpu_did(name, seq, factors, kept, chunk)
     assert len(requests) < 1.002 * len(real) + 3 * kept[0] * seq // chunk
 
 
-def test_gradients_of_chunks_are_rounded_once(group):
+@parametrize("tied", [False, True])
+def test_gradients_of_chunks_are_rounded_once(tied, group):
     """Gradients of bf16 matrices that token chunks accumulate are rounded only once.
 
+    So is the gradient of a tied matrix, which the head and the embedding accumulate.
     There are four chunks, and two micro-batches of which the second has no labels. Gradients kept
     in bf16 are within half a bit of those in float32, as Adam's first moment sees them. Catches
     gradients of chunks or micro-batches that add up in bf16.
     """
     found = []
+    model = replace(SMALL, tied=tied)
+    summed = "embed" if tied else "head"  # not an untied embedding
     tokens = torch.arange(64).remainder(SMALL.vocab)
     for several in (1, 2):
         run = planned_run(
-            swapping_plan(SMALL, 1, 64, (1, 1, 1), (2, 4, 2), chunk=16, batch=several)
+            swapping_plan(model, 1, 64, (1, 1, 1), (2, 4, 2), chunk=16, batch=several)
         )
-        model, states, _ = built(run)
+        module, states, _ = built(run)
         train.load_random_weights(run, states)
         labels = torch.stack([tokens, torch.full_like(tokens, m.IGNORE)])[:several, None]
         rest = several * [torch.arange(64)], torch.ones(())
         batch = train.Batch(tokens.expand(several, 1, 64), labels, *rest)
-        train.run_step(model, states, batch, 1e-9, 0.0)
+        train.run_step(module, states, batch, 1e-9, 0.0)
         found.append(
             {
                 name: part.values
                 for name, part in states.state_parts().items()
-                if re.match(r"exp_avg\.(blocks|head)", name) and "norm" not in name
+                if re.match(rf"exp_avg\.(blocks|{summed})", name) and "norm" not in name
             }
         )
     for name, narrow in found[0].items():
