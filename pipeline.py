@@ -2,7 +2,8 @@
 
 The model's layers are divided into P stages. A stage is a group of ranks, which share model states
 and sequences among themselves as if there were no other stage. The embedding is on the first stage,
-the head on the last.
+the head on the last. If they are one matrix (ModelConfig.tied), both stages hold a copy of it, and
+shard.py keeps the copies equal (States.sum_tied_copies).
 
 With --pp-chunks V, each stage has V *virtual stages* (Megatron's interleaving; InternEvo's
 num_chunks). A virtual stage is a range of layers, and its number is 0 ... V-1 on its stage. A
@@ -142,7 +143,8 @@ def max_in_flight(order: list[Pass], virtual_stage: int) -> int:
 
 
 def keep_stage(model: LLaMA, stage: int, stages: int, virtual_stages: int) -> list[range]:
-    """Remove the layers, embedding and head of the other stages from a model.
+    """Remove the layers, embedding and head of the other stages from a model. A tied matrix stays on
+    the first stage as embedding, and on the last one as head.
 
     Returns the layers of each virtual stage of this stage. The numbers of layers of any two virtual
     stages differ by at most one.

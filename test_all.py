@@ -1480,7 +1480,7 @@ def test_cases_cover_all_pairs_of_mechanisms():
     Each case is usable, and each value of each key occurs. The resumed runs save and load with each
     mechanism. Catches two mechanisms that no case has together.
     """
-    resumes = RESUMES + WHOLE_RESUMES + TIED_RESUMES
+    resumes = RESUMES + WHOLE_RESUMES + TIED_RESUMES + FROZEN_RESUMES
     assert all(map(is_usable, CASES + resumes))
     assert len(CASES + resumes) <= 160
     for key, values in VALUES.items():
@@ -1542,6 +1542,15 @@ class EmbedsTwice(m.LLaMA):
         return super().embed_tokens(tokens, positions) + super().embed_tokens(tokens, positions)
 
 
+class NeverEmbeds(m.LLaMA):
+    """A model whose last rank gives the embedding no gradient."""
+
+    def embed_tokens(self, tokens, positions):
+        x = super().embed_tokens(tokens, positions)
+        is_last_rank = dist.get_rank() == dist.get_world_size() - 1
+        return x.detach().requires_grad_() if is_last_rank else x
+
+
 def misuse_matrices(lines: list[str]) -> None:
     """Run steps in which no, some or all ranks misuse a matrix, and print the errors.
 
@@ -1551,25 +1560,26 @@ def misuse_matrices(lines: list[str]) -> None:
     global Block, LLaMA
     torch.compiler.set_stance("force_eager")
     groups, plain, llama = {}, Block, LLaMA
-    steps = [  # (users, whether the embedding is used twice)
-        (2, False),  # right
-        (1, False),  # never used on rank 1
-        (0, False),  # never used
-        (2, True),  # used twice
-        (3, False),  # used outside project()
+    steps = [  # (users, the model)
+        (2, llama),  # right
+        (1, llama),  # never used on rank 1
+        (0, llama),  # never used
+        (2, EmbedsTwice),
+        (3, llama),  # used outside project()
     ]
     for line in lines:
-        for users, twice in steps:
+        never_embeds = [(2, NeverEmbeds)] if "tied=1" in line else []
+        for users, model_class in steps + never_embeds:
             Block, ExpertBlock.users = ExpertBlock, users
-            LLaMA = EmbedsTwice if twice else llama
+            LLaMA = model_class
             run, model, states = make_run(make_case(line), groups, SpoilingStream)
             train.load_random_weights(run, states)
             before = values_to_save(states)
             _, norm, finite = train.run_step(model, states, train.load_batch(run, 0), 0.1, 0.0)
             unchanged = torch.equal(before, values_to_save(states))
-            misused = users != 2 or twice
+            misused = users != 2 or model_class is not llama
             outcome = [not finite, bool(norm.isnan()), unchanged]
-            assert outcome == 3 * [misused], (line, users, twice)
+            assert outcome == 3 * [misused], (line, users, model_class)
             try:
                 states.check_uses()
             except train.ConfigError as e:
@@ -1580,22 +1590,26 @@ def misuse_matrices(lines: list[str]) -> None:
 def test_misused_matrices_end_a_step():
     """A matrix that is used twice, never, or outside `project` ends the run on all ranks.
 
-    The error names the matrix. Ranks also stop if one of them has not launched a collective that
-    the others wait for. Catches lost gradients: those of a matrix that is used twice, or of an
-    expert that gets no tokens on some rank.
+    So does a tied matrix that is used three times or once. The error names the matrix. Ranks also
+    stop if one of them has not launched a collective that the others wait for. Catches lost
+    gradients: those of a matrix that is used twice, or of an expert that gets no tokens on some
+    rank.
     """
     lines = ["2", "2 g=2 os=2 micro=2", "2 g=2 os=2 layout=inter micro=2", "2 os=2 micro=4"]
     lines += ["2 p=2 g=2 os=2 keep=mixed", "2 p=2 g=2 os=2 open=1", "2 sp=2 os=2 place=host"]
+    lines += ["2 tied=1", "2 tied=1 p=2 g=2 os=2 micro=2 open=1"]
     text = on_ranks(2, misuse_matrices, lines)
     errors = Counter(re.findall(r"(?m)^(\S+ was used .*?); ", text))
     never = "blocks.4.expert.weight was used 0 times per pass instead of"
     assert errors == {
-        f"{never} 1": 24,
+        f"{never} 1": 32,
         f"{never} 3": 4,
         "embed.weight was used more than once per pass": 14,
-        "blocks.4.expert.weight was used outside project()": 14,
+        "embed.weight was used more than twice per pass": 4,
+        "embed.weight was used 1 times per pass instead of 2": 4,
+        "blocks.4.expert.weight was used outside project()": 18,
     }
-    assert text.count(" (on ranks [1])") == 14
+    assert text.count(" (on ranks [1])") == 22
 
 
 class SparseBlock(Block):
@@ -1897,8 +1911,9 @@ def test_blocks_that_save_unusual_tensors(block, monkeypatch, group):
 
 # ---------------------------------------------------------------------------- a resume
 # Each step of one run is another case, and resumes from the checkpoint of the case before it.
-# RESUMES are such a run's cases for AdamW, WHOLE_RESUMES for Muon, which needs whole matrices, and
-# TIED_RESUMES for a tied model, whose matrix one stage or two stages save and load.
+# RESUMES are such a run's cases for AdamW, WHOLE_RESUMES for Muon, which needs whole matrices,
+# TIED_RESUMES for a tied model, whose matrix one stage or two stages save and load, and
+# FROZEN_RESUMES for a model with frozen weights, which are saved as they are.
 
 RESUMES = [
     make_case(line)
@@ -1940,6 +1955,17 @@ WHOLE_RESUMES = [
 1 layout=inter keep=swapped
 """.strip().splitlines()
 ]
+FROZEN_RESUMES = [
+    make_case(line)
+    for line in """
+1 frozen=some keep=swapped
+2 frozen=some p=2 g=2 os=2
+2 frozen=some tp=2 mode=mtp
+2 frozen=some pp=2 micro=2
+4 frozen=some p=2 g=4 os=4 layout=inter place=host
+1 frozen=some
+""".strip().splitlines()
+]
 TIED_RESUMES = [
     make_case(line)
     for line in """
@@ -1962,8 +1988,9 @@ TIED_RESUMES = [
         ("norms", "adamw", RESUMES),
         ("fork", "muon", WHOLE_RESUMES),
         ("plain", "adamw", TIED_RESUMES),
+        ("norms", "adamw", FROZEN_RESUMES),
     ],
-    ids=["adamw", "muon", "tied"],
+    ids=["adamw", "muon", "tied", "frozen"],
 )
 def test_resumed_under_others(block, optimizer, steps, tmp_path):
     """A run whose steps each resume from another case's checkpoint trains as Plain does.
@@ -1971,8 +1998,8 @@ def test_resumed_under_others(block, optimizer, steps, tmp_path):
     Catches a state that is read from or written to the wrong rows, columns or rank.
     """
     documents = tuple(case["docs"] for case in steps)
-    tied = steps[0]["tied"]
-    reference = reference_steps("gqa", block, optimizer, documents, tied=tied)
+    tied, frozen = steps[0]["tied"], steps[0]["frozen"]
+    reference = reference_steps("gqa", block, optimizer, documents, frozen=frozen, tied=tied)
     first_step = 0
     for ranks, group_of_steps in itertools.groupby(steps, lambda case: case["ranks"]):
         cases = [case | {"block": block, "optimizer": optimizer} for case in group_of_steps]

@@ -53,12 +53,15 @@ def seconds(profile: hardware.Profile, **choices) -> float:
     return costs.predict(replace(STEP, **choices), profile).step_s
 
 
-def test_step_seconds_are_counted_by_hand():
+@parametrize("tied", [False, True])
+def test_step_seconds_are_counted_by_hand(tied, monkeypatch):
     """A step takes the seconds of its FLOPs, and each slow part of a machine adds its own where
-    nothing is hidden. Catches FLOPs, updates, copies or launches that are forgotten or doubled."""
+    nothing is hidden. A tied matrix is updated and sent once, and its head multiplies as any other.
+    Catches FLOPs, updates, copies or launches that are forgotten or doubled."""
+    monkeypatch.setitem(globals(), "STEP", replace(STEP, model=replace(STEP.model, tied=tied)))
     n, c, f, v, layers = 2**15, 4096, 11008, 32000, 4
     matrices = 4 * c * c + 3 * f * c
-    params = layers * matrices + 2 * v * c
+    params = layers * matrices + (1 if tied else 2) * v * c
     forward = 2 * n * matrices + 2 * c * n * n  # causal: half of 4 C N N
     backward = 4 * n * matrices + 5 * c * n * n
     layer, head = (forward + backward) / 1e14, 6 * n * v * c / 1e14
@@ -319,6 +322,28 @@ def test_pipelines_are_idle_as_long_as_their_passes(pp, v, several):
     late = costs.predict(plan, round_machine(across=1e9)).seconds["stage messages"]
     # there to the last stage and back, twice the bytes of one, as an all-gather of two
     assert late >= 2 * (pp - 1) * 2 * 2 * 2**13 * 4096 / 1e9 * (1 - 1e-6)
+
+
+@parametrize("factors, layout", [((1, 1, 4), "intra"), ((1, 4, 4), "inter"), ((2, 4, 4), "inter")])
+def test_a_tied_matrix_costs_a_pipeline_one_sum(factors, layout):
+    """In a pipeline a tied model has the bytes of an untied one, because each end holds a copy. It
+    also takes the seconds of one sum of what an owner updates, and has V C parameters less. Catches
+    a copy or a sum that is forgotten."""
+    model = replace(m.MODELS["7b"], layers=16)
+    untied = replace(
+        STEP, model=model, pp=2, factors=shard.Factors(*factors), os_layout=layout, overlap=()
+    )
+    tied = replace(untied, model=replace(model, tied=True))
+    assert costs.with_bytes(tied).memory == costs.with_bytes(untied).memory
+    machine = round_machine(inside=1e9)
+    untied, tied = (costs.predict(plan, machine).seconds for plan in (untied, tied))
+    p, _, os = factors
+    shards = p if layout == "inter" else os
+    assert tied.pop("tied gradients") == approx(4 * 32000 * 4096 / shards / 1e9)
+    assert tied == untied
+    less = 6 * 32000 * 4096
+    pairs = zip(*(m.flops_per_token(replace(model, tied=t), 2**15) for t in (True, False)))
+    assert all(of_untied - of_tied == less for of_tied, of_untied in pairs)
 
 
 @parametrize("v, most", [(1, 4 * 4), (2, 11 * 2)])

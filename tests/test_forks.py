@@ -439,6 +439,86 @@ def test_first_weights_follow_from_what_a_weight_is():
         model.Vector(64, "gain")
 
 
+# ---------------------------------------------------------------------------- tied matrices
+
+
+class OwnVocabulary(model.Block):
+    """A layer with a matrix that has the embedding's name and size."""
+
+    def __init__(self, cfg):
+        super().__init__(cfg)
+        self.embed = model.Matrix(cfg.vocab, cfg.dim)
+
+
+def test_only_embedding_and_head_may_be_one_matrix(group):
+    """A matrix with two paths is refused, unless it is the embedding and the head of a tied model.
+
+    Catches gradients of one of two uses that are lost, and a model that is tied although its
+    configuration, from which exports and plans follow, says that it is not.
+    """
+    cfg = model.MODELS["tiny"]
+    tied_cfg = replace(cfg, tied=True)
+
+    def tie_head(llama):
+        llama.head = llama.embed
+
+    def untie_head(llama):
+        llama.head = model.Matrix(cfg.vocab, cfg.dim)
+
+    def share_out(llama):
+        llama.blocks[2].out = llama.blocks[1].out
+
+    def use_embedding_in_layer(llama):
+        llama.blocks[0].lookup = llama.embed
+
+    def add_second_head(llama):
+        llama.head2 = llama.head
+
+    for config, change, error in (
+        (cfg, tie_head, "embed and head are the same Matrix.* if ModelConfig.tied is True"),
+        (tied_cfg, untie_head, "ModelConfig.tied is True, but embed and head are two matrices"),
+        (tied_cfg, share_out, r"blocks\.1\.out and blocks\.2\.out are the same Matrix"),
+        (tied_cfg, use_embedding_in_layer, r"embed and blocks\.0\.lookup are the same Matrix"),
+        (tied_cfg, add_second_head, "embed and head2 are the same Matrix"),
+        (cfg, add_second_head, "head and head2 are the same Matrix"),
+    ):
+        llama = model.LLaMA(config)
+        change(llama)
+        for stages in (1, 2):
+            with raises(ValueError, match=error):
+                shard.check_weights(llama, stages)
+    shard.check_weights(model.LLaMA(tied_cfg), 2)
+
+
+def test_layers_leave_the_gradient_of_a_tied_matrix_alone(group, monkeypatch):
+    """No layer's gradient uses the buffer in which a tied matrix waits for its second contribution.
+
+    Catches a fork whose layer has a matrix with the embedding's name and size.
+    """
+    monkeypatch.setattr(model, "Block", OwnVocabulary)
+    with torch.device("meta"):
+        llama = model.LLaMA(replace(model.MODELS["tiny"], tied=True))
+    states = shard.States(llama, torch.device("cpu"), torch.bfloat16, num_chunks=2)
+    tied, *layers = states.sharded_params.values()
+    assert tied.name == "embed.weight" and tied.contributions == 2
+    assert tied.unsharded_grad.data.dtype == torch.float32
+    assert len(layers) == 5 * len(llama.blocks)
+    assert all(param.unsharded_grad is not tied.unsharded_grad for param in layers)
+
+
+def test_both_stages_choose_the_same_owner_of_a_tied_matrix():
+    """In layout inter, owner 0 updates a tied matrix, whatever other matrices a stage has.
+
+    Catches a pipeline whose first and last stage would sum different gradients.
+    """
+    for sizes in ((5, 7), (1, 2, 3, 9), (4, 4, 4)):
+        layers = {f"blocks.{i}.out": size for i, size in enumerate(sizes)}
+        for path in ("embed", "head"):
+            for vocab in (1, 4, 100):
+                owners = shard.assign_owners(layers | {path: vocab}, 2, path)
+                assert owners[path] == 0 and set(owners.values()) == {0, 1}
+
+
 # ---------------------------------------------------------------------------- the ends of the model
 
 

@@ -1,6 +1,7 @@
 """The model by itself: sizes, FLOPs, fresh weights, rotary embeddings, operators, kernels."""
 
 import itertools
+import math
 from dataclasses import replace
 
 import numpy as np
@@ -88,6 +89,24 @@ def test_first_weights():
         assert drawn.std().item() == approx(std, rel=0.01)
     norm = m.initial_weight("norm.weight", (9,), weight_init["norm.weight"], 0, "cpu")
     assert torch.equal(norm, torch.ones(9))
+
+
+def test_first_loss_of_a_tied_model():
+    """A fresh tied model begins near the loss log(V), as an untied one does.
+
+    An untied embedding has a standard deviation of 1. In a tied matrix it would make logits too
+    large. Catches a first loss of 40 or more.
+    """
+    for cfg in (SMALL, m.MODELS["tiny"]):
+        found = []
+        for tied in (False, True):
+            model = m.LLaMA(replace(cfg, tied=tied))
+            model.init_weights(0)
+            loss = model(*example(vocab=cfg.vocab)).item()
+            found.append(loss - math.log(cfg.vocab))
+        assert 0 < min(found) and max(found) < 0.8
+        assert m.param_count(model.cfg) == m.param_count(cfg) - cfg.vocab * cfg.dim
+    assert model.weight_init["embed.weight"] == (0.0, 192**-0.5)
 
 
 def test_seeds_make_other_weights():

@@ -55,9 +55,9 @@ CASES = """
 1 open=1 +graph
 1 keep=neither model=deep                   # x is recomputed from every second layer's x
 2 pp=2 micro=4 keep=swapped model=deep      # a pipeline that swaps
-2 pp=2 parts=2 micro=2                      # an interleaved pipeline
+2 pp=2 parts=2 micro=2 tied=1               # an interleaved pipeline, both ends share a matrix
 2 p=2 g=2 os=2 place=host keep=kept         # parameters in two shards, states on the host
-2 p=2 g=2 os=2 micro=2
+2 p=2 g=2 os=2 micro=2 tied=1               # a gradient stays in its buffer while layers run
 2 g=2 os=2 layout=inter place=host
 2 sp=2 ring=2 g=2 os=2                      # a ring
 2 sp=2 groups=4 keep=mixed                  # Ulysses, with chunks kept, swapped and recomputed
