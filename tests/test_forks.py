@@ -915,6 +915,18 @@ class AllButHead(model.LLaMA):
         self.blocks.requires_grad_(False)
 
 
+class OnlyMatrices(model.LLaMA):
+    """A model without a vector that trains. The expert does train."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        for module in self.modules():
+            if isinstance(module, model.Vector):
+                module.frozen = True
+        for block in self.blocks:
+            block.expert.frozen = False
+
+
 def skip_frozen_matrices(lines: list[str]) -> None:
     """Run steps in which some ranks skip a frozen matrix. Runs on each rank."""
     torch.compiler.set_stance("force_eager")
@@ -931,11 +943,21 @@ def skip_frozen_matrices(lines: list[str]) -> None:
                 assert finite and norm > 0
             states.check_uses()
 
+    # a matrix that trains must not be skipped, also if no vector's gradient tells all ranks
+    test_all.LLaMA, FrozenExpert.users = OnlyMatrices, 1
+    made, llama, states = make_run(make_case("2"), groups, SpoilingStream)
+    train.load_random_weights(made, states)
+    _, norm, finite = train.run_step(llama, states, train.load_batch(made, 0), 0.1, 0.0)
+    assert norm.isnan() and not finite
+    with raises(ValueError, match="expert.weight was used 0 times per pass instead of"):
+        states.check_uses()
+
 
 @slow
 def test_frozen_matrices_may_be_skipped():
     """A rank that does not use a frozen matrix is no misuse, and no rank waits for it.
 
-    Catches an all-gather that only some ranks launch.
+    Catches an all-gather that only some ranks launch, and a misuse that only one rank notices
+    because no vector trains.
     """
     on_ranks(2, skip_frozen_matrices, ["2", "2 p=2 g=2 os=2 micro=2", "2 p=2 g=2 os=2 keep=mixed"])

@@ -1097,3 +1097,38 @@ def test_adapters_train_as_on_transformers(name, plan, tmp_path):
         else:
             assert torch.equal(p, before[name]), name
     assert num_merged == 14
+
+
+class NotMerged(LoRAModel):
+    """Adapters that an export forgets."""
+
+    export_weight = m.LLaMA.export_weight
+
+
+def test_adapters_are_merged_or_refused(tmp_path, monkeypatch):
+    """An export that does not merge adapters is refused, and so is an import without a base weight.
+
+    Catches adapters that an export drops, and a base weight that begins with random values.
+    """
+    cfg = replace(SMALL, head_dim=16)
+    set_model_classes(make_case("1 frozen=base"))
+    hf.check_export(cfg, {})
+    monkeypatch.setattr(hf, "LLaMA", NotMerged)
+    with raises(ValueError, match="--export: transformers computes other logits than this model"):
+        hf.check_export(cfg, {})
+
+    set_model_classes(make_case("1 frozen=base"))
+    hf_model(tmp_path, shard="1GB")
+    cfg, _ = hf.read_config(str(tmp_path))
+    assert hf.load_model(str(tmp_path)).blocks[0].qkv.b.weight.norm() == 0
+    file = tmp_path / hf.WEIGHTS
+    tensors = load_file(file)
+    del tensors["model.norm.weight"]
+    save_file(tensors, file, {"format": "pt"})
+    with raises(ValueError, match="1 tensor is missing: model.norm.weight"):
+        hf.open_weights(str(tmp_path), cfg)
+
+    # without examples/lora.py's line, these weights are no adapters
+    monkeypatch.setattr(LoRAModel, "own_weights", ())
+    with raises(ValueError, match="blocks.0.qkv.a.weight: Hugging Face's files have no 'a'"):
+        hf.parts_of(cfg)
