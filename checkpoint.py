@@ -384,7 +384,7 @@ def read_states(saved: Checkpoint, parts: dict[str, StatePart]) -> None:
         if state is None or state.shape != part.shape:
             raise ValueError(
                 f"--resume: {saved.folder} does not hold {name} {part.shape}: it is "
-                "of another model or optimizer"
+                "of another model or optimizer. Drop --model and --optimizer"
             )
         if part.tp_slice in state.parts:  # saved from the same slice
             fill(part.values, state.parts[part.tp_slice], part.start)
@@ -622,7 +622,7 @@ def check_same_model(saved: Checkpoint, model: ModelConfig, may_differ: set[str]
     if wrong:
         raise ValueError(
             f"--resume: {saved.folder} is of another model: {', '.join(wrong)}. A resumed run has "
-            "the checkpoint's model: drop --model, --init and --rope-scaling"
+            "the checkpoint's model: drop --model, --architecture, --init and --rope-scaling"
         )
 
 

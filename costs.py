@@ -88,7 +88,7 @@ from hardware import Profile, interpolate, interpolate_twice, nearest_host
 from model import ModelConfig, flops_per_token
 from offload import ActivationPlan, matrices_of, trace_block
 from ops import LOSS_ELEMENTS, accumulation_dtype
-from optim import ADAMW, OPTIMIZERS, PIECE_BUFFERS, PIECE_ELEMENTS
+from optim import ADAMW, OPTIMIZERS, PIECE_BUFFERS, PIECE_ELEMENTS, Optimizer
 from shard import STREAMS, Factors
 
 # ---------------------------------------------------------------------------- plans
@@ -142,7 +142,7 @@ class Plan:
     @property
     def matrices(self):
         """Return (rows, cols) of each matrix of a layer on one rank, in the order of use."""
-        return block_matrices(llama.Block, self.local_model)
+        return block_matrices(llama.block_class(self.model), self.local_model)
 
     @property
     def q_kv_widths(self):
@@ -172,7 +172,7 @@ class Plan:
     @functools.cached_property
     def counts(self) -> "WeightCounts":
         """Return the parameters of each layer, and what of them trains."""
-        return count_weights(llama.LLaMA, llama.Block, self.local_model)
+        return count_weights(llama.LLaMA, llama.block_class(self.model), self.local_model)
 
     @property
     def trained_shares(self) -> tuple[float, ...]:
@@ -1405,13 +1405,13 @@ def unit_seconds(est, plan, matrices, trained_shares):
     return seconds
 
 
-def update_bytes(dtype: torch.dtype) -> int:
-    """Return the bytes per parameter that AdamW reads and writes.
+def update_bytes(dtype: torch.dtype, optimizer: Optimizer = ADAMW) -> int:
+    """Return the bytes per parameter that an optimizer reads and writes.
 
-    It reads a gradient, the master weight and two moments. It writes a weight, the master weight
+    AdamW reads a gradient, the master weight and two moments. It writes a weight, the master weight
     and two moments.
     """
-    return 2 * (dtype.itemsize + ADAMW.bytes_per_parameter(accumulation_dtype(dtype)))
+    return 2 * (dtype.itemsize + optimizer.bytes_per_parameter(accumulation_dtype(dtype)))
 
 
 def streaming_seconds(est: Estimator, plan: Plan) -> float:
@@ -1590,7 +1590,8 @@ def local_seconds(est, plan):
     if plan.grad_bytes != e:
         casts = moved_bytes(CAST_SUMS, nbytes)
 
-    updated = imbalance(plan) * params * update_bytes(plan.dtype) / f.os
+    bytes_per_param = update_bytes(plan.dtype, OPTIMIZERS[plan.optimizer])
+    updated = imbalance(plan) * params * bytes_per_param / f.os
     update = updated / est.profile.optimizer + est.moved(moved_bytes(NORM, nbytes))
     return est.moved(sums), est.moved(casts), update
 

@@ -303,8 +303,8 @@ def find_profile(device_name: str, per_node: int) -> Profile:
         the GPU's own profiles           example              returned profile
         nodes of at least per_node       H200, 3 per node     h200x8: the smallest of these
         only smaller nodes               H200, 16 per node    h200x8: the largest of these
-        only one GPU, so no network      H100, 8 per node     h100x1, with an H200's network, scaled
-                                                              (add_network)
+        only smaller nodes, and an       H100, 8 per node     h100x2, with the network of h200x8,
+          H200's are larger                                   scaled (add_network)
         none, but a data sheet           A100, 8 per node     h200x8, scaled
         none, and no data sheet          H20, 8 per node      h200x8 as it is
 
@@ -356,14 +356,19 @@ def scale_by_data_sheet(device_name, per_node):
 def add_network(profile, per_node):
     """Return a profile that also has rates of the network, for nodes of `per_node` GPUs.
 
-    A profile measured on one GPU has none. It takes the network's rates from an H200's profile,
-    scaled by the data sheets. Launching a head group takes at least as long as there, because one
-    GPU launches no all-to-alls. If per_node > 1, the profile also takes the rates of copies to the
-    host and the host's memory, because the GPUs of a node share them. A profile that has a network
-    is returned as it is.
+    A profile measured on one GPU has none, and the network of a profile measured on two GPUs is not
+    that of eight. Such a profile takes the network's rates from an H200's profile with larger
+    nodes, scaled by the data sheets. Launching a head group takes at least as long as there,
+    because fewer GPUs launch fewer copies. If per_node > 1, the profile also takes the rates of
+    copies to the host and the host's memory, because the GPUs of a node share them.
+
+    Returned as they are: a profile that was measured on a node of this size or a larger one, an
+    H200's own profile, and that of a device without a data sheet, since nothing can be scaled.
     """
     if any(profile.collectives.values()):
-        return profile
+        sheet = find_sheet(profile.device)
+        if profile.per_node >= per_node or sheet in (None, find_sheet(BASE)):
+            return profile
     shared = scale_by_data_sheet(profile.device, max(2, per_node))
     names = ["collectives", "overlap"]
     if per_node > 1:

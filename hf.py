@@ -229,10 +229,15 @@ def sliding_window(source: dict) -> int:
     return source["sliding_window"] or 0  # null: this Mistral has none
 
 
-def is_own_weight(name: str) -> bool:
+def is_own_weight(cfg: ModelConfig, name: str) -> bool:
     """Return whether Hugging Face's files do not have a weight, as LLaMA.own_weights says."""
     *_, weight, _ = name.split(".")  # "blocks", "0", "qkv", "a", "weight"
-    return weight in LLaMA.own_weights
+    return weight in LLaMA.class_of(cfg).own_weights
+
+
+def has_own_weights(cfg: ModelConfig) -> bool:
+    """Return whether an architecture is an import's with weights of its own, such as adapters."""
+    return bool(LLaMA.class_of(cfg).own_weights)
 
 
 def parts_of(cfg: ModelConfig) -> dict[str, dict[str, tuple]]:
@@ -251,7 +256,7 @@ def parts_of(cfg: ModelConfig) -> dict[str, dict[str, tuple]]:
     parts = {}
     kv_rows = cfg.kv_heads * cfg.head_dim
     for name, (rows, *other_dims) in shapes.items():
-        if is_own_weight(name):
+        if is_own_weight(cfg, name):
             continue
         *layer, weight, _ = name.split(".")  # "blocks", "0", "qkv", "weight", or "norm", "weight"
         if weight not in HF_NAMES:
@@ -490,7 +495,7 @@ def load_model(folder: str) -> LLaMA:
     model = LLaMA(cfg)
     model.init_weights(seed=0)  # of weights that only this model has
     for name, p in model.named_parameters():
-        if not is_own_weight(name):
+        if not is_own_weight(cfg, name):
             p.data.copy_(read(name))
     return model
 
@@ -554,6 +559,8 @@ def export_config(cfg: ModelConfig, source: dict, dtype: torch.dtype):
     from transformers import AutoConfig
 
     parts_of(cfg)  # raises if a weight has no name there
+    if has_own_weights(cfg):  # they are merged into the others, so the export has none
+        cfg = replace(cfg, architecture="llama")
     settings = dict(source)
     settings |= {key: getattr(cfg, field) for field, key in CONFIG_KEYS.items()}
     settings |= {

@@ -15,8 +15,8 @@ A layer works on each token separately, except for attention. So it has three pa
     o, lse  = attention(q, k, v)           mixes tokens; lse: log-sum-exp of the scores
     y       = block.post(x, o, positions)  output projection, norm, SwiGLU, residuals   per token
 
-To change a layer, edit class Block and no other: chunks, swapping, recomputation and sharding
-follow. (Predicted seconds, names in Hugging Face's files, and the plain model of the tests do not
+To change a layer, edit class Block and no other, or add a subclass to ARCHITECTURES, as
+examples/gemma.py does: chunks, swapping, recomputation and sharding follow. (Predicted seconds, names in Hugging Face's files, and the plain model of the tests do not
 follow. A table in Block's docstring says where they are.) The docstring also says what a layer may
 do.
 
@@ -149,6 +149,7 @@ class ModelConfig:
     tied: bool = False  # the head is the embedding: one matrix with two uses
     qkv_bias: bool = False  # biases of q, k and v (Qwen2)
     qk_norm: bool = False  # norms of each head of q and k, before the rotation (Qwen3)
+    architecture: str = "llama"  # a row of ARCHITECTURES
 
     def __post_init__(self):
         """Raise ValueError for sizes that attention or rotary embedding cannot compute.
@@ -166,6 +167,11 @@ class ModelConfig:
             raise ValueError(
                 f"head_dim is {self.head_dim}, but rotary embedding rotates pairs, so it must be "
                 f"even; nearest: {self.head_dim + 1}"
+            )
+        if self.architecture not in ARCHITECTURES:
+            raise ValueError(
+                f"architecture is {self.architecture!r}, which is no row of model.ARCHITECTURES: "
+                f"{', '.join(ARCHITECTURES)}. Import the module that adds this row"
             )
         kind = rope_kind(self.rope_scaling)
         if kind not in ("default", *ROPE_KEYS):
@@ -201,18 +207,18 @@ class Block(nn.Module):
         y = h + project(self.down, SWIGLU, gate_up)
         return x + rms_norm(y, self.last_norm.weight, self.cfg.norm_eps)
 
-    Example 2, GELU instead of SwiGLU. The input a of `down` is gelu(gate) * up (gated), or gelu(up)
-    (not gated). What you change in which file:
+    Example 2, GELU instead of SwiGLU (examples/gelu.py). The input a of `down` is gelu(gate) * up
+    (gated), or gelu(up) (not gated). What you change in which file:
 
                             gated                       not gated
-        ops.py: a Prologue  GEGLU, written like SWIGLU  GELU, as in Prologue's docstring
+        a Prologue          GEGLU, written like SWIGLU  GELU, as in Prologue's docstring
         here: gate_up       stays, (2F, C)              Matrix(cfg.ffn, cfg.dim, cut="rows"), (F, C)
         here: end of post   project(down, GEGLU, ...)   project(down, GELU, ...)
         hf.py               "hidden_act": "gelu", in    none: no family that hf.py knows has such a
                             REQUIRED_VALUES and         layer, so imports and exports are refused
-                            export_config
+                            export_config (only if you edit Block: a row of ARCHITECTURES is refused)
         costs.py (seconds)  the SwiGLU rows of the tables above layer_tensors, and gate_up's width
-        test_all.py         the same change in PlainLayer, with which the tests compare a model
+        test_all.py         a row of ACTIVATIONS, by which PlainLayer computes the same
     """
 
     def __init__(self, cfg: ModelConfig):
@@ -304,15 +310,29 @@ class LLaMA(nn.Module):
     attention: (q, k, v) -> (o, lse). Its method of_layer(i) returns the attention of layer i. If
     forward gets documents, it also needs with_documents(documents), which returns the attention of
     a micro-batch whose tokens attend only to their own document. PlainAttention has no such method.
+
+    LLaMA(cfg) returns an object of the class that cfg.architecture names (ARCHITECTURES). So whoever
+    makes a model from its sizes, such as train.py or hf.py, makes the right one.
     """
 
     labels_ahead = 1  # labels per token: the next n tokens, here n = 1
-    # last words of the names of weights that Hugging Face's files do not have. ("a", "b"), say,
-    # stands for blocks.0.qkv.a.weight and others. An import leaves them at their first values, and
-    # an export leaves them out (export_weight)
+    # last words of the names of weights that Hugging Face's files do not have, although they have
+    # all others. ("a", "b"), say, stands for blocks.0.qkv.a.weight and others. An import leaves
+    # them at their first values, and an export leaves them out (export_weight)
     own_weights: tuple[str, ...] = ()
     # positions of the tokens of q, k, v on this rank -> positions of the tokens of x
     select_tp_tokens = staticmethod(identity)
+
+    @classmethod
+    def class_of(cls, cfg: ModelConfig) -> type["LLaMA"]:
+        """Return the class of the model that LLaMA(cfg) makes."""
+        named = ARCHITECTURES[cfg.architecture].model
+        return named if issubclass(named, cls) else cls  # cls may itself be a subclass
+
+    def __new__(cls, *args, **kwargs):
+        if cls is LLaMA and args:
+            cls = cls.class_of(args[0])  # __init__ of this class runs next
+        return super().__new__(cls)
 
     def __init__(self, cfg: ModelConfig, attention: Callable = plain_attention):
         super().__init__()
@@ -320,7 +340,7 @@ class LLaMA(nn.Module):
         self.attention = attention
         self.layer_runner = run_blocks
         self.embed = Matrix(cfg.vocab, cfg.dim, std=None if cfg.tied else 1.0)
-        self.blocks = nn.ModuleList(Block(cfg) for _ in range(cfg.layers))
+        self.blocks = nn.ModuleList(block_class(cfg)(cfg) for _ in range(cfg.layers))
         self.norm = Vector(cfg.dim, "norm")
         self.head = self.embed if cfg.tied else Matrix(cfg.vocab, cfg.dim)
 
@@ -489,6 +509,26 @@ class LLaMA(nn.Module):
         return loss
 
 
+@dataclass(frozen=True)
+class Architecture:
+    """A row of ARCHITECTURES: the class of a model's layers, and the class of the model, which is a
+    subclass of LLaMA if more than its layers differs."""
+
+    block: type[Block]
+    model: type[LLaMA] = LLaMA
+
+
+# --architecture: a fork adds a row (examples/gelu.py, examples/gemma.py), or edits Block
+ARCHITECTURES = {"llama": Architecture(Block)}
+
+
+def block_class(cfg: ModelConfig) -> type[Block]:
+    """Return the class of a model's layers."""
+    if cfg.architecture == "llama":
+        return Block  # as a fork may have replaced it
+    return ARCHITECTURES[cfg.architecture].block
+
+
 def run_block(block: Block, x: Tensor, positions: Positions, attention: Callable) -> Tensor:
     """Run one layer on all of its tokens, x (B, T, C) -> y (B, T, C), under autograd."""
     o, _ = attention(*block.pre(x, positions))
@@ -559,7 +599,7 @@ def param_count(cfg: ModelConfig) -> int:
 
 def param_counts(cfg: ModelConfig) -> ParamCounts:
     """Return the numbers of parameters, counted on a model on the meta device."""
-    counts, _ = _param_counts(cfg, LLaMA, Block)
+    counts, _ = _param_counts(cfg, LLaMA, block_class(cfg))
     return counts
 
 
@@ -606,7 +646,7 @@ def flops_per_token(
     to i keys, keys_seen is the mean of 2i - 1 over all tokens. For one document of s tokens this
     mean is s.
     """
-    counts, forward_only_layers = _param_counts(cfg, LLaMA, Block)
+    counts, forward_only_layers = _param_counts(cfg, LLaMA, block_class(cfg))
     products = 6.0 * counts.trained + 4.0 * counts.frozen + 2.0 * counts.forward_only
     # backward computes twice as much as forward
     layers = cfg.layers - 2 / 3 * forward_only_layers

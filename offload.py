@@ -323,11 +323,11 @@ def trace_block(
 
     A new block runs on meta tensors, which have shapes but no data. So this takes no memory of the
     GPU and hardly any time. The new block is of the same class as `block`, and has the same
-    tensor-parallel slices of matrices and the same frozen weights. block=None: a whole model.Block. Raises ValueError if the
-    block needs data.
+    tensor-parallel slices of matrices and the same frozen weights. block=None: a whole one. Raises
+    ValueError if the block needs data.
     """
     if block is None:
-        return _trace_block(llama.Block, (), cfg, tokens, dtype)
+        return _trace_block(llama.block_class(cfg), (), cfg, tokens, dtype)
     tp_slices = tuple(matrix.tp_slice for matrix in matrices_of(block))
     frozen = tuple(not p.requires_grad for p in block.parameters())
     return _trace_block(type(block), tp_slices, cfg, tokens, dtype, frozen)

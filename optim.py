@@ -1,12 +1,13 @@
-"""Optimizers, and their states in GPU memory or in host memory.
+"""Optimizers, their states in GPU memory or in host memory, and learning-rate schedules.
 
 An optimizer is a function and a list of its states. AdamW here is a dozen lines. A rank updates
 only the elements that it owns: 1/os of each matrix, or with --os-layout inter all or nothing of a
 p-shard (AMSP, section IV; shard.py). Then shard.States broadcasts the updated parameters.
 
-To add an optimizer, write a function like `adamw` and a row of OPTIMIZERS. Its states are then
-sharded, saved, resumed, moved to the host and counted by the planner, as AdamW's are.
-examples/muon.py adds one, with its flag. The shortest is SGD:
+To add an optimizer, write a function like `adamw` and a row of OPTIMIZERS, which --optimizer
+chooses. Its states are then sharded, saved, resumed, moved to the host and counted by the planner,
+as AdamW's are. examples/muon.py adds one, and examples/ema.py adds a state to one. The shortest is
+SGD:
 
     def sgd(u: Update) -> None:                           # u.weight, u.grad, u.lr, ... by name
         master = u.states["master"]
@@ -23,21 +24,29 @@ states in float32:
     host    12P/os bytes of page-locked host memory per rank; the update streams them through the
             GPU in pieces, while the next forward runs (HostStates)
 
+With --moments bf16 the two moments are in bf16, and 12P becomes 8P. They are rounded up or down at
+random, so that they are right in the mean (round_stochastically). Plain rounding would stop the
+second moment too early: each update takes it 5 % of the way to the squared gradient, and when it is
+still 4 to 8 % away, that step is less than half of the distance between two bf16 numbers.
+
+A row of SCHEDULES says how the learning rate falls (examples/schedule.py adds two).
+
 Left out: learning rates per parameter.
 """
 
 import functools
 import itertools
 import math
+import zlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ops import compiled
+from ops import TensorSlice, compiled
 from ranks import all_or_none
 from streams import Buffer, CommStream, buffer_bytes, carve, pin_host_buffers, wait
 
@@ -66,8 +75,8 @@ class Update(NamedTuple):
     """The argument of an optimizer's function, which writes `weight` and `states` in place.
 
     The tensors are a range of the flat matrix, (n,). If Optimizer.whole, they are the whole matrix,
-    (rows, cols). shard.States also updates all vectors by one Update, whose name is "vectors"; only
-    `adamw` gets it.
+    (rows, cols). shard.States also updates all vectors by one Update, whose name is "vectors". It
+    goes to Optimizer.vectors.
     """
 
     name: str  # of the parameter, as in a checkpoint
@@ -84,6 +93,9 @@ class Update(NamedTuple):
     bias_correction1: Tensor
     bias_correction2: Tensor
     finite: Tensor
+    # the slice of the whole matrix in which `start` counts; None: the whole matrix
+    tp_slice: TensorSlice | None = None
+    seed: int = 0  # of the run, for an optimizer that rounds at random
 
 
 def make_scalars(device: torch.device, dtype: torch.dtype) -> Scalars:
@@ -131,6 +143,7 @@ class State:
 
     name: str
     dtype: torch.dtype | None = None  # None: float32, or the compute dtype if that is wider
+    starts_as_weight: bool = False  # False: it starts at 0
 
 
 @dataclass(frozen=True)
@@ -140,20 +153,21 @@ class Optimizer:
     update(u: Update) writes u.weight and u.states in place. It must keep three rules. Of the first
     one check_optimizer tests only the name; it tests the other two on an example.
 
-        1. One state is named "master". It is the weight itself, in float32 or wider. The other
-           states start at 0.
+        1. One state is named "master". It is the weight itself, in float32 or wider.
         2. If u.finite is false, nothing changes. Select by torch.where, as `adamw` does, because
            infinity times 0 is not 0.
         3. The update of a range of a matrix does not depend on the rest of the matrix. If it does,
            set whole=True.
 
     It updates every Matrix: the embedding, the head, and the matrices of a layer. There q, k and v
-    are one Matrix, and so are gate and up. Vectors (norms and biases) are always updated by AdamW.
+    are one Matrix, and so are gate and up. `vectors` updates norms and biases.
     """
 
     update: Callable[[Update], None]
     states: tuple[State, ...]
     whole: bool = False  # it needs whole matrices: --os-layout inter --p 1 --tp 1
+    vectors: "Optimizer | None" = None  # the optimizer of vectors; None: AdamW
+    exported: str = "master"  # the state that --export writes
 
     def dtypes(self, accum_dtype: torch.dtype) -> dict[str, torch.dtype]:
         """Return the dtype of each state by name. accum_dtype: of states that name no dtype; it is
@@ -167,7 +181,26 @@ class Optimizer:
 def adamw(u: Update) -> None:
     """Update tensors by AdamW. Per parameter it reads 14 bytes (a bf16 gradient, three float32
     states) and writes 14 (a bf16 weight, the states)."""
+    run_adamw(u, element_key=None, slice_rows=None)
+
+
+def adamw_bf16(u: Update) -> None:
+    """Update a matrix by AdamW, and round the new moments stochastically to bf16. Per parameter it
+    reads 10 bytes and writes 10."""
+    device = u.weight.device
+    element_key = element_key_on(u.name, u.seed, u.start, device)
+    slice_rows = slice_rows_on(u.tp_slice, device)
+    run_adamw(u, element_key, slice_rows)
+
+
+def run_adamw(u: Update, element_key: Tensor | None, slice_rows: Tensor | None) -> None:
+    """Call fused_adamw. element_key, slice_rows: what draws the random bits; None: no rounding."""
     master, m, v = (u.states[state.name] for state in ADAMW.states)
+    slice_cols = None
+    if u.tp_slice is not None and slice_rows is not None:
+        first_col, end_col = u.tp_slice.cols
+        _, whole_cols = u.tp_slice.whole
+        slice_cols = (first_col, end_col - first_col, whole_cols)
     fused_adamw(
         u.weight,
         u.grad,
@@ -180,6 +213,10 @@ def adamw(u: Update) -> None:
         u.bias_correction2,
         u.finite,
         u.weight_decay,
+        u.step,
+        element_key,
+        slice_rows,
+        slice_cols,
     )
 
 
@@ -196,27 +233,132 @@ def fused_adamw(
     bias_correction2,
     finite,
     weight_decay,
+    step,
+    element_key,
+    slice_rows,
+    slice_cols,
 ):
     beta1, beta2 = BETAS
     grad = grad.to(master.dtype) * clip_factor
-    m_new = m + (1 - beta1) * (grad - m)
-    v_new = v + (1 - beta2) * (grad * grad - v)
-    step = lr / bias_correction1 * m_new / ((v_new / bias_correction2).sqrt() + EPS)
-    master_new = master * (1 - lr * weight_decay) - step
+    m_old = m.to(master.dtype)
+    v_old = v.to(master.dtype)
+    m_new = m_old + (1 - beta1) * (grad - m_old)
+    v_new = v_old + (1 - beta2) * (grad * grad - v_old)
+    change = lr / bias_correction1 * m_new / ((v_new / bias_correction2).sqrt() + EPS)
+    master_new = master * (1 - lr * weight_decay) - change
+
+    if element_key is not None:
+        index = element_index(len(m), element_key[1], slice_rows, slice_cols)
+        bits = random_bits(index, element_key[0], step)
+        m_new = round_stochastically(m_new, bits & 0xFFFF)
+        v_new = round_stochastically(v_new, bits >> 16)
     for state, new in ((master, master_new), (m, m_new), (v, v_new)):
         state.copy_(torch.where(finite, new, state))
     weight.copy_(master)
 
 
 ADAMW = Optimizer(adamw, (State("master"), State("exp_avg"), State("exp_avg_sq")))
-OPTIMIZERS = {"adamw": ADAMW}  # of matrices, by the name in a plan (planner.py)
+BF16_MOMENTS = Optimizer(
+    adamw_bf16,
+    (State("master"), State("exp_avg", torch.bfloat16), State("exp_avg_sq", torch.bfloat16)),
+)
+# --optimizer: of matrices. A fork adds a row. --moments bf16 chooses the second one
+OPTIMIZERS = {"adamw": ADAMW, "adamw-bf16": BF16_MOMENTS}
+
+
+# ---------------------------------------------------------------------------- stochastic rounding
+#
+# A number x lies between two neighbours in bf16, low and high. It is rounded to high with the
+# probability (x - low) / (high - low), so the expected result is x itself.
+#
+# The random bits of an element are a function of integers: the seed of the run, the name of the
+# parameter, the number of the update, and the index of the element in the whole matrix. There is no
+# generator with a state. So the result does not depend on who owns the element, on the pieces of an
+# update, or on a resume, and a CPU draws the same bits as a GPU. A step that is skipped because it
+# is not finite does not count as an update, so it uses up nothing.
+
+
+def round_stochastically(x: Tensor, bits: Tensor) -> Tensor:
+    """Round x to bf16, up or down. bits: 16 random bits per element, as integers.
+
+    A bf16 number is a float32 number whose last 16 bits are 0. Adding a random number below 2^16 to
+    the float32's bits carries into the upper 16 bits with the right probability. Example: the last
+    16 bits are a quarter of 2^16. Then a quarter of all random numbers carries.
+    """
+    as_integer = x.to(torch.float32).view(torch.int32) + bits.to(torch.int32)
+    upper_bits = as_integer & -0x10000
+    return upper_bits.view(torch.float32).to(torch.bfloat16)
+
+
+def random_bits(index: Tensor, key: Tensor, step: Tensor) -> Tensor:
+    """Return 32 random bits per element, as int64. index (n,): of the elements in the whole matrix.
+    key: of the seed and the parameter, below 2^32. step: the number of the update."""
+    key_of_step = mix(key ^ mix(step & 0xFFFFFFFF))
+    # two rounds with different keys. One round would draw for another key the same bits in another
+    # order
+    first = mix((index & 0xFFFFFFFF) ^ key_of_step)
+    return mix(first ^ (index >> 32) ^ mix(key_of_step + 1))
+
+
+def mix(x: Tensor) -> Tensor:
+    """Map integers of 32 bits, in int64, to such integers. It is one-to-one, and about half of the
+    result's bits change if one bit of x changes.
+
+    The multipliers are odd and below 2^31, so no product exceeds 63 bits.
+    """
+    x = x & 0xFFFFFFFF
+    x = ((x ^ (x >> 16)) * 0x21F0AAAD) & 0xFFFFFFFF
+    x = ((x ^ (x >> 15)) * 0x735A2D97) & 0xFFFFFFFF
+    return x ^ (x >> 15)
+
+
+def element_index(
+    count: int, start: Tensor, slice_rows: Tensor | None, slice_cols: tuple | None
+) -> Tensor:
+    """Return the indices (count,) in the flat whole matrix of consecutive elements, int64.
+
+    start: index of the first one, in the whole matrix, or in a tensor-parallel slice of it.
+    slice_rows, slice_cols: which slice (slice_rows_on); None: the whole matrix.
+    """
+    index = torch.arange(count, device=start.device) + start
+    if slice_rows is None:
+        return index
+    first_col, cols, whole_cols = slice_cols
+    row = index // cols  # in the slice
+    whole_row = row
+    for first_row, shift in slice_rows.unbind():  # runs of rows; a later run overrides
+        whole_row = torch.where(row >= first_row, row + shift, whole_row)
+    return whole_row * whole_cols + first_col + index % cols
+
+
+@functools.cache
+def element_key_on(name: str, seed: int, start: int, device: torch.device) -> Tensor:
+    """Return [key, start] on the device, int64. The key depends on the seed and the name. It is
+    cached, because a copy to the device in each step would make the host wait."""
+    key = zlib.crc32(name.encode(), zlib.crc32(str(seed).encode()))
+    return torch.tensor([key, start], device=device)
+
+
+@functools.cache
+def slice_rows_on(tp_slice: TensorSlice | None, device: torch.device) -> Tensor | None:
+    """Return for each run of rows in a slice [its first row in the slice, how many rows later it
+    lies in the whole matrix], on the device, int64."""
+    if tp_slice is None:
+        return None
+    runs = []
+    row = 0
+    for first, end in tp_slice.rows:
+        runs.append([row, first - row])
+        row += end - first
+    return torch.tensor(runs, device=device)
 
 
 def check_optimizer(name: str, optimizer: Optimizer) -> None:
     """Raise ValueError if an optimizer breaks one of these rules. Without this check it would train
     wrong without an error.
 
-        One state is named "master", and no two have the same name.
+        One state is named "master", and no two have the same name. Matrices and vectors have
+        the state that --export writes.
         A step that is not finite changes neither the weight nor a state.
         Updating a matrix in two halves gives the same as updating it at once, unless
         optimizer.whole. A rank relies on this, because it updates only the part that it owns.
@@ -229,6 +371,15 @@ def check_optimizer(name: str, optimizer: Optimizer) -> None:
             f"--optimizer {name}: its states are {', '.join(s.name for s in optimizer.states)}; "
             'states must have different names, and one must be "master", the weight itself'
         )
+    vectors = optimizer.vectors or ADAMW
+    for what, states in (("matrices", optimizer.states), ("vectors", vectors.states)):
+        if optimizer.exported not in [state.name for state in states]:
+            raise ValueError(
+                f"--optimizer {name}: --export would write the state {optimizer.exported!r}, which "
+                f"{what} do not have; theirs are {', '.join(state.name for state in states)}"
+            )
+    if optimizer.vectors:
+        check_optimizer(name, replace(optimizer.vectors, vectors=None, exported="master"))
     shape = (16, 16) if optimizer.whole else (256,)
     rng = torch.Generator().manual_seed(0)
     random = functools.partial(torch.rand, shape, generator=rng, dtype=torch.float64)
@@ -279,6 +430,34 @@ def check_optimizer(name: str, optimizer: Optimizer) -> None:
                     "matrix; declare Optimizer(..., whole=True)"
                 )
 
+
+# ---------------------------------------------------------------------------- schedules
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """How the learning rate falls after the warm-up, from --lr to --min-lr * --lr.
+
+    falls(done) returns how far the rate has fallen, when the fraction `done` of the decay is over:
+    from falls(0) = 0 at --lr to 1 at the minimum. train.learning_rate uses it.
+
+    stable: False if the decay takes all steps after the warm-up. True if the rate first stays at
+    --lr, and falls only in the last --decay-steps. Then a run that is resumed with more steps
+    before its decay has begun moves the decay to its new end.
+    """
+
+    falls: Callable[[float], float]
+    stable: bool = False
+
+
+# --schedule: a fork adds a row. With wsd (warm-up, stable, decay) the rate falls as
+# 1 - sqrt(done), which Hägele et al. (arXiv 2405.18392) found better than a line. In their runs, a
+# decay of 20 % of the steps, our default, was as good as a cosine
+SCHEDULES = {
+    "cosine": Schedule(lambda done: 0.5 * (1 - math.cos(math.pi * done))),
+    "constant": Schedule(lambda done: 0.0),
+    "wsd": Schedule(math.sqrt, stable=True),
+}
 
 # ---------------------------------------------------------------------------- where states are
 

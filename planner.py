@@ -96,7 +96,7 @@ from costs import (
 )
 from data import regular
 from hardware import Profile, load_profile, nearest_host, profile_files, scaled
-from model import MODELS, ModelConfig, divisors, param_counts
+from model import ARCHITECTURES, MODELS, ModelConfig, divisors, param_counts
 from offload import ActivationPlan
 from optim import OPTIMIZERS
 from pipeline import why_no_order
@@ -276,6 +276,9 @@ class Constraints:
     os: Count = flag(None, "Number of optimizer state shards, a multiple of p. auto: as for --p.")
     strategy: str = flag(
         "", "Set p, g and os by a name: ddp, zero1, zero2, zero3, mics:K or zero1.5:K.")
+    optimizer: str = flag(
+        "adamw", "Optimizer of matrices, a row of optim.OPTIMIZERS. Norms and biases have AdamW, "
+        "unless the row says otherwise.", among=OPTIMIZERS)
     os_layout: str = flag(
         "auto", "Layout of optimizer states: a rank owns whole tensors (inter), or each tensor is "
         "split evenly (intra). auto: intra, if the optimizer allows it.",
@@ -284,6 +287,10 @@ class Constraints:
         "auto", "Where optimizer states lie. From the host they stream through the GPU during the "
         "next forward. auto: the faster place that fits, on a tie the GPU.",
         among=("auto", "gpu", "host"))
+    moments: str = flag(
+        "fp32", "Dtype of AdamW's two moments of a matrix. bf16 takes 4 bytes per parameter less, "
+        "and rounds them stochastically. Either kind resumes from the other.",
+        among=("fp32", "bf16"))
     overlap: str = flag(
         ",".join(OVERLAP_CHOICES), "What overlaps with computation: a list of names, or none. "
         "param_gather: parameters before their use. grad_scatter: gradients to their shards. "
@@ -327,7 +334,6 @@ class Constraints:
     gpu_memory: Count = flag(
         None, "Bytes of a GPU that may be used, such as 80G. auto: all.", 2**20, 2**60)
     # fmt: on
-    optimizer: str = "adamw"
     default_tokens: int = 0  # per step, if --batch is auto; batch_choices rounds it
     most_sequences: Count = None  # sequences that the data has
 
@@ -337,6 +343,20 @@ class Constraints:
         if self.document_token is None:
             return bool(self.tokenizer)
         return self.document_token >= 0
+
+    @property
+    def matrix_optimizer(self) -> str:
+        """Return the row of optim.OPTIMIZERS for matrices. Raises ValueError."""
+        if self.optimizer == "adamw-bf16":  # one way to say it
+            raise ValueError("--optimizer adamw-bf16: say --optimizer adamw --moments bf16")
+        if self.moments == "fp32":
+            return self.optimizer
+        if self.optimizer != "adamw":
+            raise ValueError(
+                f"--moments {self.moments}: only AdamW has these moments, and the optimizer is "
+                f"{self.optimizer}. Drop --moments"
+            )
+        return f"adamw-{self.moments}"
 
     @property
     def overlaps(self) -> tuple[str, ...]:
@@ -837,7 +857,7 @@ def state_choices(c, plan, exhaustive=True):
         if c.p or c.g or c.os:
             raise ValueError(f"--strategy {c.strategy} sets all factors. Drop --p, --g and --os")
         c = replace(c, **asdict(parse_strategy(c.strategy, world)))
-    whole = OPTIMIZERS[c.optimizer].whole  # a rank updates whole matrices
+    whole = OPTIMIZERS[c.matrix_optimizer].whole  # a rank updates whole matrices
 
     def why_not(p, g, os):
         if whole and (plan.tp > 1 or p > 1 or c.os_layout == "intra"):
@@ -1153,7 +1173,7 @@ def shapes(c, model, hardware, exhaustive=False):
         hardware.ranks,
         hardware.per_node,
         c.seq,
-        optimizer=c.optimizer,
+        optimizer=c.matrix_optimizer,
         overlap=c.overlaps,
         tp_mode=c.tp_mode,
     )
@@ -1536,12 +1556,9 @@ def figures(plan: Plan, hardware: Hardware) -> dict:
 def command(plan: Plan, asked) -> str:
     """Return the command that runs a plan, to be started on each node. It repeats all flags that
     were asked for. asked: the flags of a program, with a model."""
-    values = (
-        vars(asked)
-        | vars(plan)
-        | asdict(plan.factors)
-        | {"overlap": ",".join(plan.overlap) or "none", "strategy": "", "dtype": asked.dtype}
-    )
+    values = vars(asked) | vars(plan) | asdict(plan.factors)
+    values |= {"overlap": ",".join(plan.overlap) or "none", "strategy": ""}
+    values |= {"dtype": asked.dtype, "optimizer": asked.optimizer}  # as flags spell them
     if plan.recompute == "auto":
         values["recompute"] = asked.recompute
     if values["recompute"] != "auto":
@@ -1745,6 +1762,9 @@ class PlannerFlags(Constraints):
     # fmt: off
     model: str = flag(
         "7b", f"Model: {', '.join(MODELS)}.", among=MODELS, group="the question")
+    architecture: str = flag(
+        "llama", "Classes of the model and of its layers, a row of model.ARCHITECTURES.",
+        among=ARCHITECTURES)
     cluster: str = flag(
         "h200x8", f"Hardware profile: {', '.join(profile_files())}, a GPU's name (A100, H100, "
         "...), or a file of bench.py --profile.")
@@ -1760,6 +1780,11 @@ class PlannerFlags(Constraints):
         "line.")
     # fmt: on
     default_tokens: int = 2**19
+
+    @property
+    def sizes(self) -> ModelConfig:
+        """Return the model to plan for."""
+        return replace(MODELS[self.model], architecture=self.architecture)
 
     def hardware(self):
         """Return the Hardware that the flags describe. Raises ValueError."""
@@ -1804,7 +1829,7 @@ def changes_that_fit(asked, hardware):
 
     def enough(name, value):
         changed = replace(asked, **{name: value})
-        return fits(changed, MODELS[changed.model], changed.hardware())
+        return fits(changed, changed.sizes, changed.hardware())
 
     # of each flag the first value that fits, by bisection: all values after it fit as well
     for name, now, values in (
@@ -1843,7 +1868,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         check_values(asked)
         hardware = asked.hardware()
-        plans = search(asked, MODELS[asked.model], hardware)
+        plans = search(asked, asked.sizes, hardware)
         best_plans = best_per_parallelism(plans)[: asked.top]
         text = describe(asked, hardware, plans, best_plans)
         if asked.leaf:

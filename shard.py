@@ -133,7 +133,6 @@ from optim import (
     ADAMW,
     Optimizer,
     Update,
-    adamw,
     allocate_states,
     global_norm,
     make_scalars,
@@ -471,7 +470,8 @@ class States:
     num_chunks: int = 1  # token chunks of a layer; each contributes to the gradients in a pass
     decay: float = 0.1  # weight decay of matrices
     storage: InitVar[str] = "gpu"  # where optimizer states are; or "host" (optim.HostStates)
-    optimizer: Optimizer = ADAMW  # of matrices; vectors always have AdamW
+    optimizer: Optimizer = ADAMW  # of matrices; its field `vectors` is that of vectors
+    seed: int = 0  # of the run, for an optimizer that rounds at random
 
     def __post_init__(self, model: nn.Module, overlap: tuple[str, ...], storage: str):
         f = self.factors
@@ -777,7 +777,8 @@ class States:
         total = max(1, sum(sizes))
         self.vector_grad = self.zeros(total, self.accum_dtype)
         self.vector_states = {
-            state.name: self.zeros(total, self.accum_dtype) for state in ADAMW.states
+            state: self.zeros(total, dtype)
+            for state, dtype in self.vector_optimizer.dtypes(self.accum_dtype).items()
         }
         saved_here = dist.get_rank() == 0
         self.norm_grads.append(self.vector_grad if saved_here else self.vector_grad[:0])
@@ -1180,11 +1181,15 @@ class States:
                 self.broadcast_params(unit)
         return norm, finite
 
+    @property
+    def vector_optimizer(self) -> Optimizer:
+        return self.optimizer.vectors or ADAMW
+
     def update_vectors(self) -> None:
-        """Update the small weights by AdamW without weight decay, on every rank alike."""
-        # AdamW also writes a copy of the master weights. Nobody reads this one
+        """Update the small weights without weight decay, on every rank alike."""
+        # the optimizer also writes a copy of the master weights. Nobody reads this one
         unused = torch.empty_like(self.vector_grad)
-        adamw(
+        self.vector_optimizer.update(
             Update(
                 name="vectors",
                 start=0,
@@ -1218,6 +1223,8 @@ class States:
                     states=states,
                     weight_decay=self.decay,
                     **self.scalars._asdict(),
+                    tp_slice=param.module.tp_slice,
+                    seed=self.seed,
                 )
             )
 
@@ -1265,26 +1272,27 @@ class States:
         return self.parts
 
     def load(self, weight: Callable[[str], Tensor]) -> None:
-        """Set all parameters. weight(name) returns a full parameter of any dtype and device, and
-        each rank copies what it owns. If that fails on one rank, all ranks raise ConfigError. A
-        collective of all ranks."""
+        """Set all parameters, and the states that start as the weight. weight(name) returns a full
+        parameter of any dtype and device, and each rank copies what it owns. If that fails on one
+        rank, all ranks raise ConfigError. A collective of all ranks."""
+        optimizers = self.optimizer, self.vector_optimizer
+        weights = [s.name for opt in optimizers for s in opt.states if s.starts_as_weight]
+        states = dict.fromkeys(["master", "frozen", *weights])  # each name once
 
         def load_masters() -> None:
             parts = self.state_parts()
             for name in self.shapes:
-                if part := parts.get(self.weight_state(name)):
-                    tensor = weight(name)
-                    if part.tp_slice:
-                        tensor = part.tp_slice.extract(tensor)
+                owned = [parts[key] for s in states if (key := f"{s}.{name}") in parts]
+                if not owned:
+                    continue  # this rank owns nothing of this parameter
+                tensor = weight(name)
+                if owned[0].tp_slice:
+                    tensor = owned[0].tp_slice.extract(tensor)
+                for part in owned:
                     part.values.copy_(part.select(tensor))
 
         all_or_none(load_masters)
         self.restore_weights()
-
-    def weight_state(self, name: str) -> str:
-        """Return the key in state_parts() of a weight itself."""
-        kind = "frozen" if name in self.frozen_weights else "master"
-        return f"{kind}.{name}"
 
     def restore_weights(self) -> None:
         """Set the weights from their master weights, for example after a checkpoint was read into
@@ -1294,10 +1302,19 @@ class States:
                 param.owned_param.copy_(param.states["master"])
             self.broadcast_params(unit)
 
-    def full_param(self, name: str) -> Tensor:
-        """Return a full parameter in accum_dtype. A collective of all ranks."""
+    def full_param(self, name: str, state: str = "master") -> Tensor:
+        """Return a full parameter in accum_dtype, or another of its optimizer states; of a frozen
+        weight, which has none, the weight. Raises ValueError if the optimizer has no such state. A
+        collective of all ranks."""
+        is_vector = len(self.shapes[name]) == 1
+        optimizer = self.vector_optimizer if is_vector else self.optimizer
+        names = [s.name for s in optimizer.states]
+        if state not in names:
+            raise ValueError(f"{name} has no state {state!r}, but {', '.join(names)}")
         full = self.zeros(self.shapes[name], self.accum_dtype)
-        part = self.state_parts().get(self.weight_state(name))
+        if name in self.frozen_weights:
+            state = "frozen"
+        part = self.state_parts().get(f"{state}.{name}")
         if part and part.saved_here:
             if part.tp_slice:
                 tp_tensor = part.tp_slice.extract(full)  # a copy of the slice, still zeros

@@ -69,7 +69,6 @@ import attention
 import checkpoint
 import costs
 import data
-import examples.alibi  # noqa: F401  (it adds a row to attention.KERNELS)
 import hf
 import model as m
 import offload
@@ -81,9 +80,11 @@ import shard
 import streams
 import tensor
 import train
+
+# each example adds rows to a table: KERNELS, ARCHITECTURES, OPTIMIZERS or SCHEDULES
+from examples import alibi, ema, gelu, gemma, local, muon, schedule  # noqa: F401
 from examples.block import ForkBlock
 from examples.lora import ALPHA, RANK, LoRABlock, LoRAModel
-from examples.muon import FLAG, muon
 from ranks import Groups, use_more_queues
 
 ROOT = Path(__file__).parent  # the project's folder
@@ -116,7 +117,7 @@ IGNORED_TOKEN = 3  # where the label is this token, the loss leaves it out
 # in bf16, with its float64 weights rounded before each step, errs by up to 0.002, 0.023 and 0.25,
 # over all sizes and blocks except the size "deep".
 TOLERANCES = {"fp64": (1e-10, 1e-10, 1e-10), "bf16": (0.004, 0.08, 0.4)}
-Block, LLaMA = m.Block, m.LLaMA
+Block = m.Block
 SIZES = {  # vocab, C, layers, heads, key/value heads, F, head dim
     "gqa": m.ModelConfig(67, 24, 5, 8, 4, 40, 8),
     "mha": m.ModelConfig(67, 24, 5, 8, 8, 40, 8),
@@ -126,12 +127,31 @@ SIZES = {  # vocab, C, layers, heads, key/value heads, F, head dim
 }
 
 
+def gated(activation: Callable) -> Callable:
+    """Return the function of gate|up (..., 2F) that gives activation(gate) * up (..., F)."""
+
+    def function(gate_up):
+        gate, up = gate_up.chunk(2, -1)
+        return activation(gate) * up
+
+    return function
+
+
+gelu_of_tanh = torch.nn.GELU("tanh")
+ACTIVATIONS = {  # of the MLP, by `block`; "plain" for those that are not here
+    "plain": gated(F.silu),
+    "geglu": gated(gelu_of_tanh),
+    "gemma": gated(gelu_of_tanh),
+    "gelu": gelu_of_tanh,
+}
+
+
 class PlainLayer(torch.nn.Module):
     """A LLaMA layer made of PyTorch's modules. Its weights have model.py's names.
 
     block: "plain" is LLaMA's layer. "norms" adds Qwen's biases and norms of q and k, "gated" adds
-    the gate of GatedBlock, and "fork" is examples/block.py. adapters: add those of
-    examples/lora.py.
+    the gate of GatedBlock, and "fork", "gelu", "geglu" and "gemma" are rows of examples/. adapters:
+    add those of examples/lora.py.
     """
 
     def __init__(self, cfg: m.ModelConfig, block: str, adapters: bool):
@@ -142,7 +162,7 @@ class PlainLayer(torch.nn.Module):
         self.norm1, self.norm2 = nn.RMSNorm(c, cfg.norm_eps), nn.RMSNorm(c, cfg.norm_eps)
         self.qkv = nn.Linear(c, sum(self.heads) * d, bias=block in ("norms", "fork"))
         self.out = nn.Linear(cfg.heads * d, c, bias=False)
-        self.gate_up = nn.Linear(c, 2 * f, bias=False)
+        self.gate_up = nn.Linear(c, f if block == "gelu" else 2 * f, bias=False)
         self.down = nn.Linear(f, c, bias=False)
         if self.qkv.bias is not None:
             self.q_norm, self.k_norm = nn.RMSNorm(d, cfg.norm_eps), nn.RMSNorm(d, cfg.norm_eps)
@@ -150,6 +170,9 @@ class PlainLayer(torch.nn.Module):
             self.last_norm = nn.RMSNorm(c, cfg.norm_eps)
         if block in ("fork", "gated"):
             self.gate = nn.Linear(c, 3, bias=False)
+        if block == "gemma":
+            self.attention_norm = nn.RMSNorm(c, cfg.norm_eps)
+            self.mlp_norm = nn.RMSNorm(c, cfg.norm_eps)
         self.adapters = adapters
         if adapters:
             for matrix in (self.qkv, self.out, self.gate_up, self.down):
@@ -181,11 +204,17 @@ class PlainLayer(torch.nn.Module):
         o = F.scaled_dot_product_attention(rotate(q), rotate(k), v, mask, enable_gqa=True)
         if self.block == "gated":
             o = o * torch.sigmoid(self.gate(x)).sum(-1)[:, None, :, None]
-        h = x + self.product(self.out, o.transpose(1, 2).flatten(2))
+        o = self.product(self.out, o.transpose(1, 2).flatten(2))
+        if self.block == "gemma":
+            o = self.attention_norm(o)
+        h = x + o
 
-        # SwiGLU
-        gate, up = self.product(self.gate_up, self.norm2(h)).chunk(2, -1)
-        y = h + self.product(self.down, F.silu(gate) * up)
+        # MLP
+        activation = ACTIVATIONS.get(self.block, ACTIVATIONS["plain"])
+        y = self.product(self.down, activation(self.product(self.gate_up, self.norm2(h))))
+        if self.block == "gemma":
+            y = self.mlp_norm(y)
+        y = h + y
         if self.block != "fork":
             return y
 
@@ -203,6 +232,7 @@ class Plain(torch.nn.Module):
         super().__init__()
         self.cfg = cfg
         self.kernel = kernel
+        self.embedding_scale = cfg.dim**0.5 if block == "gemma" else 1.0
         self.embed = torch.nn.Embedding(cfg.vocab, cfg.dim)
         self.blocks = torch.nn.ModuleList(
             PlainLayer(cfg, block, frozen == "base") for _ in range(cfg.layers)
@@ -234,6 +264,10 @@ class Plain(torch.nn.Module):
             slopes = 0.5 ** (1 + torch.arange(self.cfg.heads).double())  # for 8 heads
             bias = slopes[:, None, None] * (index[0] - index[0][:, None])
             mask = torch.where(mask, bias, -torch.inf)  # (B, H, T, T)
+        masks = [mask for _ in self.blocks]
+        if self.kernel == "local":  # every second layer has a window
+            near = index[0][:, None] - index[0] < local.WINDOW
+            masks[::2] = [mask & near for _ in masks[::2]]
 
         # RoPE: positions count from the beginning of each document
         positions = index - torch.where(begins_document, index, 0).cummax(1).values
@@ -241,8 +275,8 @@ class Plain(torch.nn.Module):
         angle = positions[:, None, :, None] * self.cfg.rope_theta**-exponent  # (B, 1, T, D/2)
         rotation = torch.polar(torch.ones_like(angle), angle)
 
-        x = self.embed(tokens)
-        for block in self.blocks:
+        x = self.embed(tokens) * self.embedding_scale
+        for block, mask in zip(self.blocks, masks):
             x = block(x, rotation, mask)
         return self.head(self.norm(x))
 
@@ -371,6 +405,7 @@ def reference_steps(
     documents: tuple[int, ...],
     kernel: str = "cpu",
     frozen: str = "none",
+    moments: str = "fp32",
     tied: int = 0,
 ) -> tuple:
     """Train Plain. Return its first weights, (loss, gradient norm) of each step, its last weights.
@@ -387,10 +422,18 @@ def reference_steps(
         betas=(0.9, 0.95),
         weight_decay=0.1,
     )
-    muon_states = {}  # matrix -> (master copy, momentum)
-    if optimizer == "muon":
-        muon_states = {p: (p.data, torch.zeros_like(p)) for p in matrices}
+    # an optimizer that torch does not have runs as a function of optim.py, on whole matrices
+    row = optimizer if moments == "fp32" else f"{optimizer}-{moments}"
+    own_optimizer = None if row == "adamw" else optim.OPTIMIZERS[row]
+    own_states = {}  # name of a matrix -> (the matrix, its states)
+    if own_optimizer:
+        dtypes = own_optimizer.dtypes(torch.float64)
+        for name, p in plain.named_parameters():
+            if p.dim() > 1:
+                states = {key: torch.zeros_like(p, dtype=dtype) for key, dtype in dtypes.items()}
+                own_states[name] = p, states | {"master": p.data}
 
+    scalars = optim.make_scalars(torch.device("cpu"), torch.float64)
     steps = []
     for step, has_documents in enumerate(documents):
         batch = np.stack([make_sample(step * BATCH + i) for i in range(BATCH)])
@@ -404,12 +447,17 @@ def reference_steps(
         if step == NONFINITE_STEP:
             continue  # the case makes this step's loss or gradient not finite: no update
 
-        # Muon updates the matrices. AdamW leaves parameters without gradients as they are.
-        scalars = optim.make_scalars(torch.device("cpu"), torch.float64)
-        scalars.lr.fill_(learning_rate(step))
-        for p, (master, momentum) in muon_states.items():
-            named = {"master": master, "momentum": momentum}
-            muon(optim.Update("", 0, p.data, p.grad, named, weight_decay=0.1, **scalars._asdict()))
+        # torch's AdamW leaves parameters without gradients as they are
+        optim.set_scalars(scalars, learning_rate(step), 0.0, norm, 0.0)
+        for name, (p, states) in own_states.items():
+            tensors = [p.data, p.grad, *states.values()]
+            if not own_optimizer.whole:  # an update gets a range of the flat matrix
+                tensors = [tensor.view(-1) for tensor in tensors]
+            weight, grad, *values = tensors
+            named = dict(zip(states, values))
+            own_optimizer.update(
+                optim.Update(name, 0, weight, grad, named, weight_decay=0.1, **scalars._asdict())
+            )
             p.grad = None
 
         for param_group in adamw.param_groups:
@@ -428,6 +476,7 @@ def reference_of_case(case: dict) -> tuple:
         documents,
         case["kernel"],
         case["frozen"],
+        case["moments"],
         case["tied"],
     )
 
@@ -478,6 +527,7 @@ VALUES = {  # the keys of a case line, and the values that each one takes, its d
     "keep": tuple(KEEPS),
     "chunks": (3, 1),  # token chunks per layer
     "optimizer": ("adamw", "muon"),  # for matrices; muon: examples/muon.py
+    "moments": ("fp32", "bf16"),  # --moments
     "dtype": ("fp64", "bf16"),
     "device": ("cpu", "cuda"),
     "kernel": ("cpu", "naive", "alibi"),  # naive: naive_forward; alibi: examples/alibi.py
@@ -519,7 +569,13 @@ def plan_of(case: dict) -> costs.Plan:
     """Return the plan that a case runs, as the planner would make it."""
     value = SimpleNamespace(**case)
     norms = value.block == "norms"
-    model = replace(SIZES[value.model], qkv_bias=norms, qk_norm=norms, tied=bool(value.tied))
+    model = replace(
+        SIZES[value.model],
+        qkv_bias=norms,
+        qk_norm=norms,
+        tied=bool(value.tied),
+        architecture=architecture_of(case),
+    )
     micro_batch = BATCH * value.sp * value.tp * value.pp // value.ranks // value.micro
     tokens = micro_batch * SEQ // value.sp
     chunk = min(tokens, tokens // value.chunks + 1)  # so the last chunk is shorter
@@ -540,7 +596,7 @@ def plan_of(case: dict) -> costs.Plan:
         factors=shard.Factors(value.p, value.g, value.os),
         os_layout=value.layout,
         os_place=value.place,
-        optimizer=value.optimizer,
+        optimizer=value.optimizer if value.moments == "fp32" else "adamw-bf16",
         activations=activations_of(value.keep, layers, value.chunks),
         tp=value.tp,
         tp_mode=value.mode,
@@ -587,21 +643,18 @@ class PartlyFrozen(m.LLaMA):
             p.requires_grad_(not freezes("some", name))
 
 
-@functools.cache
-def with_adapters(block: type) -> type:
-    """Return a layer with the adapters of examples/lora.py."""
-    return LoRABlock if block is m.Block else type(f"LoRA{block.__name__}", (LoRABlock, block), {})
+# rows for the values of the key `frozen`, with each block that a case may have beside it
+m.ARCHITECTURES["gated"] = m.Architecture(GatedBlock)
+for name, block in (("llama", Block), ("fork", ForkBlock), ("gated", GatedBlock)):
+    m.ARCHITECTURES[f"{name} some"] = m.Architecture(block, PartlyFrozen)
+    adapted = type(f"LoRA{block.__name__}", (LoRABlock, block), {})
+    m.ARCHITECTURES[f"{name} base"] = m.Architecture(adapted, LoRAModel)
 
 
-def set_model_classes(case: dict) -> None:
-    """Let the engine make the layers and the model that a case says."""
-    block = {"fork": ForkBlock, "gated": GatedBlock}.get(case["block"], Block)
-    llama = {"base": LoRAModel, "some": PartlyFrozen}.get(case["frozen"], LLaMA)
-    if case["frozen"] == "base":
-        block = with_adapters(block)
-    m.Block = block
-    for module in (hf, m, train):
-        module.LLaMA = llama
+def architecture_of(case: dict) -> str:
+    """Return the row of model.ARCHITECTURES that a case trains."""
+    name = case["block"] if case["block"] in m.ARCHITECTURES else "llama"
+    return name if case["frozen"] == "none" else f"{name} {case['frozen']}"
 
 
 def make_run(case: dict, groups: dict, stream_class: type) -> tuple:
@@ -630,7 +683,7 @@ def make_run(case: dict, groups: dict, stream_class: type) -> tuple:
         plan,
         training=SimpleNamespace(sample=make_window),
     )
-    set_model_classes(case)
+    m.Block = Block
     process_groups = groups_of(plan, groups)
     use_stream_class(stream_class)
     op = train.make_attention(run, process_groups)
@@ -937,14 +990,12 @@ def group():
 
 @pytest.fixture(autouse=True)
 def clean_up():
-    """Undo what train.main and cases leave in this process: signal handlers, streams, a process
-    group, other classes of the model."""
+    """Undo what train.main leaves in this process: signal handlers, streams, a process group."""
     handlers = [(s, signal.getsignal(s)) for s in (signal.SIGTERM, signal.SIGINT)]
     yield
     for s, handler in handlers:
         signal.signal(s, handler)
     use_stream_class(streams.CommStream)
-    set_model_classes(DEFAULTS)
     if dist.is_initialized():
         dist.destroy_process_group()
 
@@ -1123,6 +1174,7 @@ def mechanisms(case: dict) -> set[str]:
         f"kv {value.model}": value.model in ("mha", "mqa"),
         "bf16": value.dtype == "bf16",
         "whole matrices": value.optimizer == "muon",
+        "moments bf16": value.moments == "bf16",
     }
     return {name for name, used in uses.items() if used}
 
@@ -1131,7 +1183,7 @@ MECHANISMS = sorted(
     "heads,ring,long ring,groups,tp msp,tp mtp,tp fsp,stages,virtual stages,p>1,g>p,os>g,replicas,"
     "inter,host,no overlap,micro-batches,chunks x,chunks kept,chunks again,chunks swapped,"
     "chunks mixed,chunks no-o,chunks no-x,chunks neither,documents,block norms,block fork,"
-    "frozen base,frozen some,kv mha,kv mqa,bf16,whole matrices,tied".split(",")
+    "frozen base,frozen some,kv mha,kv mqa,bf16,whole matrices,moments bf16,tied".split(",")
 )
 
 
@@ -1148,6 +1200,10 @@ NEVER_MEET = {
     ("g>p", "os>g"): ("4 p=1 g=2 os=4", "g must be p or os"),
     ("kv mqa", "tp"): ("2 model=mqa tp=2", "--tp 2: tensor parallelism must divide"),
     ("heads", "kv mqa"): ("2 model=mqa sp=2", "share 1 key/value heads"),
+    ("moments bf16", "whole matrices"): (
+        "2 layout=inter optimizer=muon moments=bf16",
+        "--moments bf16: only AdamW has",
+    ),
     ("p>1", "whole matrices"): ("2 layout=inter p=2 g=2 os=2 optimizer=muon", "--p 1"),
     ("tp", "whole matrices"): (
         "2 layout=inter tp=2 optimizer=muon",
@@ -1160,6 +1216,7 @@ REFUSED = list(NEVER_MEET.values()) + [
         "--head-groups 3: groups must have equally many of a rank's 8 query heads and of its 4",
     ),
     ("2 sp=2 ring=2 kernel=alibi", "--ring 2: --attention alibi, which may see heads.* --ring 1"),
+    ("2 sp=2 ring=2 kernel=local", "--ring 2: --attention local, which may see heads.* --ring 1"),
 ]
 
 
@@ -1180,12 +1237,14 @@ def refusal_reason(case: dict) -> str | None:
     plan = plan_of(case)
     shared_fields = (
         "seq batch micro_batch sp ring tp tp_mode pp pp_chunks head_groups os_layout os_place "
-        "optimizer recompute chunk"
+        "recompute chunk"
     )
     constraints = planner.Constraints(
         **{name: getattr(plan, name) for name in shared_fields.split()},
         **dataclasses.asdict(plan.factors),
         dtype=value.dtype,
+        optimizer=value.optimizer,
+        moments=value.moments,
         document_token=END_TOKEN if value.docs else -1,
         attention=value.kernel,
     )
@@ -1292,18 +1351,18 @@ PICKED = [
 4 os=4 layout=inter optimizer=muon place=host
 4 pp=4 parts=2 micro=4 model=deep                     # 17 layers on 8 virtual stages
 4 frozen=some pp=2 parts=2 micro=2 keep=neither model=deep os=2
-4 p=2 g=2 os=2 micro=2                                # two replicas of all states
+4 frozen=base p=2 g=2 os=2 micro=2                    # two replicas of all states
 4 p=1 g=2 os=2 layout=inter micro=2                   # the kept half is summed once at the end
-4 frozen=some tp=2 sp=2 g=2 os=2 micro=2
+4 frozen=some tp=2 sp=2 g=2 os=2 micro=2 moments=bf16
 4 tp=2 sp=2 groups=2 kernel=alibi
 4 frozen=some sp=2 groups=4 p=2 g=4 os=4 keep=swapped # keys stay for the next group, too
-4 frozen=base tp=2 mode=fsp p=2 g=2 os=2
+4 frozen=base tp=2 mode=fsp p=2 g=2 os=2 moments=bf16
 4 frozen=base tp=2 docs=1
 4 tp=4 mode=mtp                                       # one key/value head per rank
-2 frozen=base tp=2 mode=mtp keep=kept block=fork      # split matrices in token chunks
+2 frozen=base tp=2 mode=mtp keep=kept block=fork moments=bf16 # split matrices in token chunks
 2 frozen=some tp=2 mode=mtp keep=mixed block=gated    # whole weights meet split ones
 2 frozen=base tp=2 mode=mtp keep=again groups=2
-2 frozen=base tp=2 mode=mtp keep=no-x
+2 tp=2 mode=mtp keep=no-x moments=bf16
 2 frozen=base tp=2 mode=mtp keep=neither model=deep
 4 tp=2 mode=mtp sp=2 keep=no-o
 4 tp=2 mode=mtp p=2 g=2 os=2 keep=mixed block=norms
@@ -1320,13 +1379,14 @@ PICKED = [
 COVER = [
     make_case(line)
     for line in """
-1 model=mqa docs=1 layout=inter keep=swapped
+1 model=mqa docs=1 layout=inter keep=swapped moments=bf16
 1 model=mha groups=2 layout=inter place=host open=1 keep=swapped
 1 model=mqa block=norms docs=1 layout=inter keep=neither optimizer=muon tied=1
 2 model=mha block=norms docs=1 groups=2 p=2 g=2 os=2 layout=inter place=host open=1 keep=neither \
-  dtype=bf16
+dtype=bf16 moments=bf16
 2 model=mqa block=fork pp=2 layout=inter place=host open=1 keep=kept optimizer=muon tied=1
-2 frozen=base model=mha block=fork micro=2 groups=4 pp=2 parts=2 layout=inter open=1 keep=x
+2 frozen=base model=mha block=fork micro=2 groups=4 pp=2 parts=2 layout=inter open=1 keep=x \
+  moments=bf16
 2 block=fork docs=1 layout=inter place=host open=1 keep=swapped optimizer=muon dtype=bf16 tied=1
 2 frozen=base model=mha block=norms docs=1 sp=2 groups=4 os=2 layout=inter open=1 keep=no-o \
   optimizer=muon tied=1
@@ -1353,13 +1413,13 @@ COVER = [
 2 model=mha block=fork micro=2 groups=2 tp=2 mode=mtp layout=inter place=host open=1 dtype=bf16
 2 block=norms sp=2 ring=2 groups=2 os=2 place=host keep=kept
 4 groups=4 p=2 g=2 os=4 layout=inter place=host keep=swapped dtype=bf16
-4 block=fork sp=4 ring=4 p=2 g=4 os=4 keep=mixed
+4 block=fork sp=4 ring=4 p=2 g=4 os=4 keep=mixed moments=bf16
 4 block=fork sp=2 tp=2 mode=fsp g=2 os=2 place=host open=1
 4 model=mha sp=4 ring=4 p=2 g=2 os=2 layout=inter place=host keep=no-x
-4 model=mha sp=2 groups=2 pp=2 os=2 place=host open=1 keep=again
+4 model=mha sp=2 groups=2 pp=2 os=2 place=host open=1 keep=again moments=bf16 tied=1
 4 block=norms micro=2 groups=2 tp=2 pp=2 parts=2 layout=inter open=1
 4 model=mha micro=2 tp=2 mode=mtp pp=2 parts=2 keep=x tied=1
-4 model=deep micro=2 sp=2 pp=2 parts=2 layout=inter place=host keep=no-o
+4 model=deep micro=2 sp=2 pp=2 parts=2 layout=inter place=host keep=no-o moments=bf16
 4 model=mha sp=2 ring=2 tp=2 p=2 g=2 os=2 place=host
 4 block=fork docs=1 sp=2 tp=2 mode=mtp g=2 os=2 layout=inter place=host
 4 block=fork micro=2 sp=4 ring=4 p=2 g=4 os=4 layout=inter keep=kept
@@ -1382,8 +1442,34 @@ COVER = [
 ]
 CASES = ALONE + PICKED + COVER
 
+# Examples that are no values in VALUES, so that they need not meet every mechanism. Each row of
+# EXAMPLE_ROWS runs in each mode. To add an example, write a row, and the same change in Plain
+EXAMPLE_ROWS = ["block=gelu", "block=gemma", "kernel=local"]
+EXAMPLE_MODES = """
+1 micro=2
+1 keep=mixed place=host
+2 sp=2 p=2 g=2 os=2 keep=swapped
+2 tp=2 mode=mtp keep=kept
+2 tp=2 mode=fsp
+2 pp=2 micro=2 keep=again
+""".strip().splitlines()
+MORE_EXAMPLES = """
+1 block=geglu keep=mixed
+2 block=geglu tp=2 mode=mtp
+1 optimizer=ema place=host
+2 block=gemma kernel=local optimizer=ema pp=2 os=1 keep=swapped         # all at once
+2 block=gemma kernel=local optimizer=ema sp=2 p=2 g=2 os=2
+""".strip().splitlines()
+EXAMPLES = [
+    make_case(line)
+    for line in [f"{mode} {row}" for row in EXAMPLE_ROWS for mode in EXAMPLE_MODES] + MORE_EXAMPLES
+]
 
-@parametrize("size, block", [("gqa", "plain"), ("mqa", "norms"), ("mha", "fork")])
+
+@parametrize(
+    "size, block",
+    [("gqa", "plain"), ("mqa", "norms"), ("mha", "fork"), ("gqa", "gemma"), ("mqa", "gelu")],
+)
 def test_model_equals_plain_pytorch(size, block, monkeypatch):
     """The model has Plain's logits, loss and gradients, in one process and without sharding.
 
@@ -1391,9 +1477,9 @@ def test_model_equals_plain_pytorch(size, block, monkeypatch):
     label that is lost.
     """
     norms = block == "norms"
-    monkeypatch.setattr(m, "Block", ForkBlock if block == "fork" else Block)
+    architecture = block if block in m.ARCHITECTURES else "llama"
     monkeypatch.setattr(ops, "LOSS_ELEMENTS", 67 * 7)
-    cfg = replace(SIZES[size], qkv_bias=norms, qk_norm=norms)
+    cfg = replace(SIZES[size], qkv_bias=norms, qk_norm=norms, architecture=architecture)
     model, plain = m.LLaMA(cfg).double(), Plain(cfg, block, "cpu")
     model.load_state_dict(plain.weights())
 
@@ -1454,12 +1540,12 @@ def test_attention_equals_its_definition(limit, kv_heads, queries, keys, monkeyp
 @slow
 @parametrize("ranks", [1, 2, 4, 8])
 def test_equals_one_process(ranks, tmp_path):
-    """Each case with this number of ranks trains as Plain does.
+    """Each case with this number of ranks trains as Plain does, and so do the examples.
 
     Catches a buffer that is stale or mistaken for another one, a sum over the wrong ranks, a
     gradient that is counted twice or halved, and a norm that lacks a rank's share.
     """
-    cases = [case for case in CASES if case["ranks"] == ranks]
+    cases = [case for case in CASES + EXAMPLES if case["ranks"] == ranks]
     if ALL_COMBINATIONS:
         cases += random_cases(ranks, 300)
     compare_with_plain(ranks, cases, tmp_path)
@@ -1481,7 +1567,7 @@ def test_cases_cover_all_pairs_of_mechanisms():
     mechanism. Catches two mechanisms that no case has together.
     """
     resumes = RESUMES + WHOLE_RESUMES + TIED_RESUMES + FROZEN_RESUMES
-    assert all(map(is_usable, CASES + resumes))
+    assert all(map(is_usable, CASES + EXAMPLES + resumes))
     assert len(CASES + resumes) <= 170
     for key, values in VALUES.items():
         # the block "gated" is no value of its key; tests of GPUs take "cuda" and "naive"
@@ -1493,7 +1579,7 @@ def test_cases_cover_all_pairs_of_mechanisms():
 
     # a run keeps its model and optimizer when it resumes; all else is saved once and loaded once
     of_the_model = {
-        name for name in MECHANISMS if re.match("block|frozen|kv|bf16|whole|tied", name)
+        name for name in MECHANISMS if re.match("block|frozen|kv|bf16|whole|moments|tied", name)
     }
     saving, loading = RESUMES[:-1], RESUMES[1:]
     for cases in (saving, loading):
@@ -1557,9 +1643,9 @@ def misuse_matrices(lines: list[str]) -> None:
     A misuse must make the step not finite, with norm NaN, and leave all states as they were. Runs
     on each rank.
     """
-    global Block, LLaMA
+    global Block
     torch.compiler.set_stance("force_eager")
-    groups, plain, llama = {}, Block, LLaMA
+    groups, plain, llama = {}, Block, m.LLaMA
     steps = [  # (users, the model)
         (2, llama),  # right
         (1, llama),  # never used on rank 1
@@ -1571,7 +1657,7 @@ def misuse_matrices(lines: list[str]) -> None:
         never_embeds = [(2, NeverEmbeds)] if "tied=1" in line else []
         for users, model_class in steps + never_embeds:
             Block, ExpertBlock.users = ExpertBlock, users
-            LLaMA = model_class
+            train.LLaMA = model_class
             run, model, states = make_run(make_case(line), groups, SpoilingStream)
             train.load_random_weights(run, states)
             before = values_to_save(states)
@@ -1584,7 +1670,7 @@ def misuse_matrices(lines: list[str]) -> None:
                 states.check_uses()
             except train.ConfigError as e:
                 print(f"{e}\n", end="", flush=True)
-    Block, LLaMA = plain, llama
+    Block, train.LLaMA = plain, llama
 
 
 def test_misused_matrices_end_a_step():
@@ -1789,19 +1875,15 @@ def test_fields_that_would_be_dropped_are_refused(tmp_path, monkeypatch):
 
 @slow
 def test_fork_optimizer(tmp_path):
-    """examples/muon.py trains on two ranks that share the matrices, with its flag in train.py.
+    """examples/muon.py trains on two ranks that share the matrices.
 
     Catches an example whose lines do not run, and a plan that splits matrices although the
     optimizer needs whole ones.
     """
-    line = "    steps: int = flag("
-    source = (ROOT / "train.py").read_text().replace(line, f"    {FLAG}\n{line}")
-    (tmp_path / "fork.py").write_text(source)
-    code = f"exec(Path({str(tmp_path / 'fork.py')!r}).read_text(), vars(train))"
     flags = f"--out {tmp_path}/o --optimizer muon"
-    text = run(f"{flags} --p 2", 2, code, expect=1)
+    text = run(f"{flags} --p 2", 2, expect=1)
     assert "needs whole matrices: --os-layout inter --p 1" in text
-    assert " inter; " in run(f"{flags} --os 2", 2, code)
+    assert " inter; " in run(f"{flags} --os 2", 2)
     first, *_, last = losses(tmp_path / "o")
     assert last[1] < first[1]
 
@@ -1969,14 +2051,14 @@ FROZEN_RESUMES = [
 TIED_RESUMES = [
     make_case(line)
     for line in """
-1 tied=1
-2 tied=1 pp=2 micro=2
-2 tied=1 p=2 g=2 os=2 place=host
-4 tied=1 pp=2 os=2 layout=inter
-4 tied=1 tp=2 os=2
-4 tied=1 pp=4 parts=1 micro=4 place=host
-4 tied=1 p=2 g=4 os=4
-4 tied=1 pp=2 tp=2 mode=mtp
+1 tied=1 moments=bf16
+2 tied=1 moments=bf16 pp=2 micro=2
+2 tied=1 moments=bf16 p=2 g=2 os=2 place=host
+4 tied=1 moments=bf16 pp=2 os=2 layout=inter
+4 tied=1 moments=bf16 tp=2 os=2
+4 tied=1 moments=bf16 pp=4 parts=1 micro=4 place=host
+4 tied=1 moments=bf16 p=2 g=4 os=4
+4 tied=1 moments=bf16 pp=2 tp=2 mode=mtp
 """.strip().splitlines()
 ]
 
@@ -1998,11 +2080,12 @@ def test_resumed_under_others(block, optimizer, steps, tmp_path):
     Catches a state that is read from or written to the wrong rows, columns or rank.
     """
     documents = tuple(case["docs"] for case in steps)
-    tied, frozen = steps[0]["tied"], steps[0]["frozen"]
-    reference = reference_steps("gqa", block, optimizer, documents, frozen=frozen, tied=tied)
+    of_the_run = {"block": block, "optimizer": optimizer}
+    of_the_model = {key: steps[0][key] for key in ("frozen", "moments", "tied")}
+    reference = reference_steps("gqa", block, optimizer, documents, **of_the_model)
     first_step = 0
     for ranks, group_of_steps in itertools.groupby(steps, lambda case: case["ranks"]):
-        cases = [case | {"block": block, "optimizer": optimizer} for case in group_of_steps]
+        cases = [case | of_the_run for case in group_of_steps]
         torch.save([reference] * len(cases), tmp_path / "references")
         on_ranks(ranks, check_cases, cases, tmp_path, first_step)
         first_step += len(cases)

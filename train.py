@@ -112,6 +112,7 @@ from data import (
     split,
 )
 from model import (
+    ARCHITECTURES,
     MODELS,
     LLaMA,
     ModelConfig,
@@ -123,7 +124,7 @@ from model import (
 )
 from offload import ChunkedLayers
 from ops import IGNORE, accumulation_dtype
-from optim import OPTIMIZERS, check_optimizer
+from optim import OPTIMIZERS, SCHEDULES, check_optimizer
 from pipeline import Pass, Pipeline, keep_stage, max_in_flight, pipeline_order
 from planner import (
     DTYPES,
@@ -163,15 +164,6 @@ from tensor import TensorParallel, check_tensor_parallel, split_model
 EVAL_SEQUENCES = 64  # an evaluation runs at most this many sequences
 MAX_SKIPS = 5  # the run ends after this many non-finite steps in a row
 
-# --schedule -> function of the fraction of the decay that is done. It returns how far the learning
-# rate has fallen: 0 at --lr, 1 at its minimum. With wsd the rate falls as 1 - sqrt(fraction), which
-# Hägele et al. (arXiv 2405.18392) found better than a line. In their runs, a decay of 20 % of the
-# steps, our default, was as good as a cosine
-SCHEDULES = {
-    "cosine": lambda done: 0.5 * (1 - math.cos(math.pi * done)),
-    "constant": lambda done: 0.0,
-    "wsd": math.sqrt,
-}
 DECAY_FRACTION = 0.2  # --decay-steps auto: the decay of wsd as a fraction of the steps
 
 # ---------------------------------------------------------------------------- flags
@@ -191,6 +183,9 @@ class Config(Constraints):
         "auto", "Model to train. auto: tiny on a CPU, 7b on GPUs, or the model that --init "
         "imports.",
         among=("auto", *MODELS), group="model, data and schedule")
+    architecture: str = flag(
+        "llama", "Classes of the model and of its layers, a row of model.ARCHITECTURES. --model says "
+        "their sizes. A resumed run keeps it.", among=ARCHITECTURES)
     init: str = flag(
         "random", "First weights: random, or hf:DIR, a Hugging Face folder of Llama, Mistral, "
         "Qwen2, Qwen2.5 or Qwen3 in safetensors. A resumed run does not need DIR.")
@@ -226,7 +221,7 @@ class Config(Constraints):
         "wsd (warm-up, stable, decay): stays at --lr, and falls in the last --decay-steps. If a "
         "run is resumed before the decay has begun, the decay moves to the end of the new --steps. "
         "After that its end does not change, and further steps stay at the final rate.",
-        among=tuple(SCHEDULES))
+        among=SCHEDULES)
     decay_steps: float | None = flag(
         None, "Steps of the decay of --schedule wsd; below 1, a fraction of --steps. auto: 0.2.",
         0, 2**40)
@@ -291,10 +286,11 @@ class Config(Constraints):
             )
         if self.stop_after:
             duration(self.stop_after)
-        if self.decay_steps is not None and self.schedule != "wsd":
+        if self.decay_steps is not None and not SCHEDULES[self.schedule].stable:
+            stable = " or ".join(name for name in SCHEDULES if SCHEDULES[name].stable)
             raise ValueError(
-                f"--decay-steps {self.decay_steps:g} belongs to --schedule wsd, and the schedule "
-                f"is {self.schedule}. Pass --decay-steps auto, or --schedule wsd"
+                f"--decay-steps {self.decay_steps:g} belongs to --schedule {stable}, and the "
+                f"schedule is {self.schedule}. Pass --decay-steps auto, or --schedule wsd"
             )
         if self.decay_steps is not None and (
             self.decay_steps == 0 or (self.decay_steps > 1 and self.decay_steps % 1)
@@ -414,6 +410,11 @@ class Run:
     read_weights: Callable | None = None  # of an import
 
     @property
+    def labels_ahead(self) -> int:
+        """Return the number of labels per token."""
+        return LLaMA.class_of(self.plan.model).labels_ahead
+
+    @property
     def coordinates(self) -> Coordinates:
         plan = self.plan
         indices = np.unravel_index(self.rank, (plan.pp, plan.dp, plan.sp, plan.tp))
@@ -476,6 +477,12 @@ def choose_model(cfg: Config, device: torch.device, resumed: checkpoint.Checkpoi
         raise ValueError(
             "--untie: it is for models that --init hf:DIR imports. Drop --untie, or name an import"
         )
+    own_weights = ARCHITECTURES[cfg.architecture].model.own_weights
+    if name == "auto" and cfg.architecture != "llama" and not own_weights:
+        raise ValueError(
+            f"--architecture {cfg.architecture}: --init hf:DIR brings its own layers. Drop "
+            "--architecture, or --init"
+        )
 
     if name != "auto":
         model = MODELS[name]
@@ -483,6 +490,7 @@ def choose_model(cfg: Config, device: torch.device, resumed: checkpoint.Checkpoi
         model = replace(hf.model_of(source), tied=resumed.meta["model"].get("tied", False))
     else:
         model = imported
+    model = replace(model, architecture=cfg.architecture)
 
     default_lrs = {"tiny": 3e-3, "160m": 6e-4, "auto": 2e-5}
     cfg = replace(
@@ -563,8 +571,8 @@ def lay_out_schedule(cfg: Config, resumed: checkpoint.Checkpoint | None) -> dict
         old = resumed.meta["config"]
         if warmup is None:
             warmup = old["warmup_steps"]
-        moves = cfg.schedule == "wsd" and cfg.steps > start_step
-        if moves and old["schedule"] == "wsd":
+        moves = SCHEDULES[cfg.schedule].stable and cfg.steps > start_step
+        if moves and SCHEDULES[old["schedule"]].stable:
             old_decay = decay_length(old["decay_steps"], old["schedule_steps"])
             began = old["schedule_steps"] - old_decay
             moves = start_step <= began
@@ -588,7 +596,7 @@ def lay_out_schedule(cfg: Config, resumed: checkpoint.Checkpoint | None) -> dict
         )
     earliest = max(warmup, start_step)  # the first step at which the decay may begin
     decay = decay_length(cfg.decay_steps, steps)
-    if cfg.schedule == "wsd" and moves and earliest + decay > steps:
+    if SCHEDULES[cfg.schedule].stable and moves and earliest + decay > steps:
         raise ValueError(
             f"--decay-steps: a decay of {decay} steps that ends with step {steps} would begin at "
             f"step {steps - decay}, which is before step {earliest}, the end of the warm-up or the "
@@ -647,11 +655,12 @@ def open_data(cfg: Config, model: ModelConfig) -> tuple:
             "with each batch's documents. Pass --memplan off, or --document-token -1"
         )
 
+    ahead = LLaMA.class_of(model).labels_ahead
+
     def read():
         check_tokens(corpora, model.vocab, dist.get_rank(), dist.get_world_size(), with_documents)
         pairs = [
-            split(corpus, val_corpus, cfg.seq, cfg.seed, LLaMA.labels_ahead)
-            for corpus, val_corpus in opened
+            split(corpus, val_corpus, cfg.seq, cfg.seed, ahead) for corpus, val_corpus in opened
         ]
         shares = tuple(block_shares(sources))
         training, validation = (Mixture(sequences, shares) for sequences in zip(*pairs))
@@ -976,6 +985,7 @@ def build_model(run: Run, attention: Attention, groups: Groups) -> tuple[LLaMA |
         decay=run.cfg.weight_decay,
         storage=plan.os_place,
         optimizer=OPTIMIZERS[plan.optimizer],
+        seed=run.cfg.seed,
     )
     states.on_phase = mark  # tells --memplan where a layer's pass begins
     if plan.pp > 1:
@@ -1038,7 +1048,7 @@ def load_random_weights(run: Run, states: States) -> None:
 def load_imported_weights(run: Run, states: States) -> None:
     """Load the weights of an import, one tensor at a time. Weights that only this model has
     (LLaMA.own_weights) get random first values."""
-    own = [name for name in states.shapes if hf.is_own_weight(name)]
+    own = [name for name in states.shapes if hf.is_own_weight(run.plan.model, name)]
 
     def read(name: str) -> Tensor:
         return random_weight(run, states, name) if name in own else run.read_weights(name)
@@ -1229,7 +1239,7 @@ def load_batch(run: Run, first: int, read: Callable | None = None, count: int = 
     If this rank cannot read a file, Batch.read_error says why, and the missing labels are IGNORE.
     A collective of all ranks.
     """
-    plan, ahead = run.plan, LLaMA.labels_ahead
+    plan, ahead = run.plan, run.labels_ahead
     rank_count = (count or plan.batch) // plan.dp  # b
     rank_first = first + run.coordinates.data_rank * rank_count
     numbers = range(rank_first, rank_first + rank_count)
@@ -1263,7 +1273,7 @@ def read_windows(run: Run, numbers: range, read: Callable) -> tuple[Tensor, Tens
     counts    the same shape: whether a token counts as a label; False where there is no token
     error     why a sequence could not be read, or ""
     """
-    windows = torch.full((len(numbers), run.plan.seq + LLaMA.labels_ahead), IGNORE)
+    windows = torch.full((len(numbers), run.plan.seq + run.labels_ahead), IGNORE)
     counts = torch.zeros(windows.shape, dtype=torch.bool)
     try:
         for i, number in enumerate(numbers):
@@ -1292,7 +1302,7 @@ def make_labels(run: Run, windows: Tensor, counts: Tensor, own_tokens: Tensor) -
         tokens   5   6   0        3        7   8
         labels   6   0   IGNORE   IGNORE   8   ...
     """
-    ahead = LLaMA.labels_ahead
+    ahead = run.labels_ahead
     labels = torch.stack([windows[:, own_tokens + 1 + i] for i in range(ahead)], -1)
     label_counts = torch.stack([counts[:, own_tokens + 1 + i] for i in range(ahead)], -1)
     # whether the token itself, or one between it and its label i, ends a document
@@ -1403,7 +1413,7 @@ def evaluate(run: Run, model: LLaMA | Pipeline, stop: "Stop") -> dict:
             return {}
         [(tokens, labels, _, positions, documents)] = batch.micro_batches()
         losses = model(tokens, labels, None, positions, documents, per_token=True)  # (B, n)
-        valid = (labels if LLaMA.labels_ahead == 1 else labels[..., 0]) != IGNORE
+        valid = (labels if run.labels_ahead == 1 else labels[..., 0]) != IGNORE
         both = torch.stack([losses, valid], -1).double()  # (B, n, 2)
 
         # a position's bin is the number of its binary digits: 0 -> 0, 1 -> 1, 2 and 3 -> 2, ...
@@ -1437,11 +1447,12 @@ def export(run: Run, states: States, step: int, group: dist.ProcessGroup) -> str
     collective of all ranks.
     """
     cfg = run.cfg
+    exported = OPTIMIZERS[run.plan.optimizer].exported  # the weights, or an average of them
     try:
         hf.export(
             Path(cfg.export),
             run.plan.model,
-            states.full_param,
+            lambda name: states.full_param(name, exported),
             run.plan.dtype,
             run.meta["source"],
             companion_folders(cfg),
@@ -1475,13 +1486,14 @@ def learning_rate(run: Run, step: int) -> float:
     if step < warmup:
         return cfg.lr * (step + 1) / warmup
 
+    schedule = SCHEDULES[cfg.schedule]
     decay = end - warmup
-    if cfg.schedule == "wsd":
+    if schedule.stable:
         decay = decay_length(cfg.decay_steps, end)
     done = 1.0  # fraction of the decay
     if step < end:
         done = max(0, step - (end - decay)) / decay
-    fallen = SCHEDULES[cfg.schedule](done)
+    fallen = schedule.falls(done)
     return cfg.lr * (1 - fallen + fallen * cfg.min_lr)
 
 

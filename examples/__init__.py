@@ -1,1 +1,42 @@
-"""Forks of a few lines. test_all.py runs each of them."""
+"""Forks of a few lines. Each one adds rows to a table, and a flag of train.py chooses a row.
+
+To switch one on, write `import examples.NAME` in train.py, below its other imports, and pass its
+flag. For example, `import examples.gemma` and `python train.py --architecture gemma`. A checkpoint
+records the flag, so a resumed run keeps it, and without the import it is refused by name. If you
+use planner.py with the same flag, write the same line there. To make a fork of your own, copy the
+module, rename its row, and edit it.
+
+    NAME        what it changes                              flag and rows                  lines
+    alibi       attention: each head has its own slope       --attention alibi                 42
+    block       the layer: biases, more norms, a gate        --architecture fork               36
+    ema         the optimizer also averages the weights,     --optimizer ema                   44
+                and an export writes the average
+    gelu        the activation of the MLP, gated or not      --architecture gelu, geglu        59
+    gemma       the layer: four norms and GeGLU; the         --architecture gemma              46
+                embedding is scaled
+    local       attention differs by layer: local and        --attention local                 51
+                global layers in turn
+    muon        the optimizer of matrices                    --optimizer muon                  34
+    schedule    how the learning rate falls                  --schedule linear, wsd-linear     26
+
+Flags of several examples go together: --architecture gemma --attention local --optimizer ema. The
+tests run each example on one rank and on several, with sharded states, Ulysses, tensor and pipeline
+parallelism, and layers that are kept, swapped or recomputed in token chunks. They compare it with
+the same change of a plain PyTorch model (test_all.py). What an example cannot do is in its header,
+and is refused by name.
+
+Other changes need no example. Write them here:
+
+    attention and MLP side by side           Block.post: both read norm1 (project(..., self.norm,
+                                             x, self.norm1.weight)), and their sum is added to x
+    latent attention (MLA)                   Block.__init__ and pre; a matrix that holds several
+                                             outputs names them by `parts`
+    a layer without rotary angles (NoPE)     Block.pre, by an attribute that LLaMA.__init__ sets
+    z-loss, label smoothing                  LLaMA.apply_head
+    a head for the token after the next      LLaMA.apply_head, with labels_ahead = 2
+    learned positions                        LLaMA.embed_tokens, from the positions that it gets
+    attention sinks, capped scores           a kernel, as alibi and local are
+    Lion, SGD                                an optimizer, as in optim.py's docstring
+    Adafactor, LARS                          an optimizer of whole matrices, as muon is
+    muP: a learning rate per matrix          an optimizer: adamw(u._replace(lr=...)) by u.name
+"""

@@ -5,10 +5,9 @@ query and key. Each head has a slope of its own. So the kernel must know which h
 computes: `mask.heads` says so. On a ring, `mask.heads` is unknown for some blocks of keys, so
 `--ring` refuses this kernel.
 
-To use it, copy both functions and the row into attention.py below KERNELS, or write `import
-examples.alibi` in train.py. Then train with `--attention alibi` on a CPU. The empty tuple in the
-row says that the kernel runs on no GPU. To allow GPUs, list their major compute capabilities,
-such as 9 for an H100.
+To switch it on, write `import examples.alibi` in train.py, below its other imports, and pass
+`--attention alibi` on a CPU. The empty tuple in the row says that the kernel runs on no GPU. To
+allow GPUs, list their major compute capabilities, such as 9 for an H100.
 """
 
 import torch

@@ -4,16 +4,16 @@ ForkBlock adds four things to a layer: biases of q, k and v, norms of q and k, a
 output, and a gate that a matrix computes from the layer's input. A weight of a layer is a Matrix or
 a Vector, never a module of torch.nn, because shard.py shards only these two.
 
-To use it, copy the class into model.py below Block, and write `Block = ForkBlock` under it.
-Sharding, swapping, and sequence, tensor and pipeline parallelism find the new weights by
-themselves. `--export` refuses the model, because Hugging Face's files have no names for these
-weights. To prove that a layer of your own is right, write it a second time in test_all.PlainLayer
-with modules of torch.nn, and run `pytest test_all.py`.
+To switch it on, write `import examples.block` in train.py, below its other imports, and pass
+`--architecture fork`. Sharding, swapping, and sequence, tensor and pipeline parallelism find the new
+weights by themselves. `--init hf:DIR` and `--export` are refused, because Hugging Face's files have
+no names for these weights. To prove that a layer of your own is right, write it a second time in
+test_all.PlainLayer with modules of torch.nn, and run `pytest test_all.py`.
 """
 
 import torch
 
-from model import Block, Matrix, Vector
+from model import ARCHITECTURES, Architecture, Block, Matrix, Vector
 from ops import rms_norm
 
 
@@ -31,3 +31,6 @@ class ForkBlock(Block):
         y = torch.tanh(rms_norm(y, self.last_norm.weight, self.cfg.norm_eps))
         gate = torch.sigmoid(self.gate(x)).sum(-1, keepdim=True)  # (B, T, 3) -> (B, T, 1)
         return y * gate + x
+
+
+ARCHITECTURES["fork"] = Architecture(ForkBlock)

@@ -12,23 +12,21 @@ r = 16. Their weights, gradients and states take 0.5 GiB, where training all wei
 15 GiB of gradients and 90 GiB of states. Per token a layer saves 4 r more elements for backward,
 and an adapter computes its prologue (a norm, or SwiGLU) a second time.
 
-To use it, copy both classes to the end of model.py, with the lines above them, and write `Block,
-LLaMA = LoRABlock, LoRAModel` below. `--init hf:DIR` imports the base, and adapters begin with fresh
-values. Checkpoints hold both. `--export` merges them: it writes W + alpha / r * B A. Before the
-run, a small model proves that transformers computes the same from that.
+To switch it on, write `import examples.lora` in train.py, below its other imports, and pass
+`--architecture lora`. `--init hf:DIR` imports the base, and adapters begin with fresh values.
+Checkpoints hold both. `--export` merges them: it writes W + alpha / r * B A. Before the run, a small
+model proves that transformers computes the same from that.
 
-Example: half a million tokens on one H100 with 80 GB, for which planner.py finds no plan that
-trains all 8B weights (a step needs at least 100.5 GiB of the 75.2 GiB):
+Example: half a million tokens on one H100 with 80 GB. To train all 8B weights no plan fits: a step
+needs at least 100.5 GiB of the 75.2 GiB. With adapters planner.py predicts 502.6 s per step, 1,043
+tokens per second, 75.1 GiB on the GPU and 109.1 GiB on the host. The sums of W's product and the
+adapter's are not counted in these seconds.
 
-    torchrun --nproc_per_node 1 train.py --init hf:DIR --seq 512K --batch 1
-
-    planner.py --model llama3-8b --cluster h100x1 --ranks 1 --seq 512K --batch 1, with the adapters:
-    502.6 s per step, 1,043 tokens per second, 75.1 GiB on the GPU, 109.1 GiB on the host. Layers 0
-    to 29 are swapped, and chunks have 4,096 tokens. In these seconds the sums of W's product and
-    the adapter's are not counted.
+    planner.py --model llama3-8b --architecture lora --cluster h100x1 --ranks 1 --seq 512K --batch 1
+    train.py --init hf:DIR --architecture lora --seq 512K --batch 1
 """
 
-from model import Block, LLaMA, Matrix
+from model import ARCHITECTURES, Architecture, Block, LLaMA, Matrix
 from ops import project
 
 RANK, ALPHA = 16, 32
@@ -71,3 +69,6 @@ class LoRAModel(LLaMA):
         return weight + ALPHA / RANK * full_param(f"{path}.b.weight") @ full_param(
             f"{path}.a.weight"
         )
+
+
+ARCHITECTURES["lora"] = Architecture(LoRABlock, LoRAModel)

@@ -4,20 +4,13 @@ Muon keeps a momentum per matrix, and makes the singular values of each update n
 needs whole matrices, which `whole=True` says. So Muon runs only with `--os-layout inter --p 1
 --tp 1`, and the planner refuses other values. AdamW still updates vectors, such as norms' weights.
 
-To use it, copy the function and the row into optim.py below OPTIMIZERS, or write `import
-examples.muon` in train.py. Then add a flag, which is one more field of train.Config:
-
-    optimizer: str = flag("adamw", "of matrices: adamw, or muon")
-
-and train with `--optimizer muon`.
+To switch it on, write `import examples.muon` in train.py, below its other imports, and pass
+`--optimizer muon`.
 """
 
 import torch
 
 from optim import EPS, OPTIMIZERS, Optimizer, State
-
-# the flag above, for the test that adds it to train.Config
-FLAG = 'optimizer: str = flag("adamw", "of matrices: adamw, or muon")'
 
 
 def muon(update):  # an optim.Update

