@@ -11,7 +11,8 @@
 
 A checkpoint holds the optimizer states of each weight, and the number of updates. With AdamW the
 states are the float32 `master` weight, `exp_avg` and `exp_avg_sq`. It holds no bf16 weights and no
-gradients. A resume makes the bf16 weights again by rounding the master weights
+gradients. Frozen weights are the exception: such a weight has one state, `frozen`, which is the
+weight in the dtype in which the run holds it. A resume makes the bf16 weights again by rounding the master weights
 (States.restore_weights). Forward passes use the bf16 weights, an export the master weights.
 
 Another number of ranks can read it. A part is the elements [start, start + count) of a state's flat
@@ -372,6 +373,17 @@ def read_states(saved: Checkpoint, parts: dict[str, StatePart]) -> None:
     def read(name: str) -> None:
         part = parts[name]
         state = states.get(name)
+        kind, _, weight = name.partition(".")
+        if kind == "frozen" and f"master.{weight}" in states:
+            raise ValueError(
+                f"--resume: {weight} is frozen here, but the run of {saved.folder} trained it. A "
+                "resumed run trains the same weights: export that run, and import the export"
+            )
+        if kind != "frozen" and f"frozen.{weight}" in states:
+            raise ValueError(
+                f"--resume: {weight} is frozen in {saved.folder}, and would train here. A resumed "
+                "run trains the same weights: export that run, and import the export"
+            )
         if state is None or state.shape != part.shape:
             raise ValueError(
                 f"--resume: {saved.folder} does not hold {name} {part.shape}: it is "

@@ -167,18 +167,51 @@ class Plan:
     def sums_vocab_grads(self) -> bool:
         """Return whether two contributions add up to a vocabulary matrix's gradient on this stage:
         the head's and the embedding's, to a tied matrix."""
-        return self.model.tied and self.pp == 1
+        return self.model.tied and self.pp == 1 and self.counts.trains_head
+
+    @functools.cached_property
+    def counts(self) -> "WeightCounts":
+        """Return the parameters of each layer, and what of them trains."""
+        return count_weights(llama.LLaMA, llama.block_class(self.model), self.local_model)
+
+    @property
+    def trained_shares(self) -> tuple[float, ...]:
+        """Return the share of layers in which each of `matrices` trains: 0 if it is frozen."""
+        return self.counts.trained_shares
+
+    @property
+    def trained_vocab_matrices(self) -> int:
+        """Return how many of num_vocab_matrices train."""
+        trained = int(self.counts.trains_embedding) + int(self.counts.trains_head)
+        return min(trained, self.num_vocab_matrices)
+
+    @property
+    def backward_share(self) -> float:
+        """Return the share of the layers that backward reaches (LLaMA.forward_only_layers). In a
+        pipeline it is counted as 1, because the last stages may reach all of theirs."""
+        if self.pp > 1:
+            return 1.0
+        return 1 - self.counts.forward_only_layers / self.model.layers
 
     @functools.cached_property
     def params(self) -> int:
         """Return P, the parameters of a rank's matrices before they are sharded. Vectors, such as
         norm weights, are not counted."""
-        block_class = llama.block_class(self.model)
-        per_layer = layer_params(llama.LLaMA, block_class, self.local_model)
-        layers = sum(per_layer)
-        if self.pp > 1:  # a fork's layers may differ, and a stage may have the largest ones
-            layers = self.stage_layers * max(per_layer)
-        return layers + self.num_vocab_matrices * math.prod(self.vocab_matrix)
+        vocab = self.num_vocab_matrices * math.prod(self.vocab_matrix)
+        return self.of_stage(self.counts.layer_params) + vocab
+
+    @functools.cached_property
+    def trained_params(self) -> int:
+        """Return how many of `params` are not frozen, so that they have gradients and states."""
+        vocab = self.trained_vocab_matrices * math.prod(self.vocab_matrix)
+        return self.of_stage(self.counts.trained_layer_params) + vocab
+
+    def of_stage(self, per_layer: tuple[int, ...]) -> int:
+        """Return the sum over the layers of a stage."""
+        if self.pp == 1:
+            return sum(per_layer)
+        # a fork's layers may differ, and a stage may have the largest ones
+        return self.stage_layers * max(per_layer)
 
     @property
     def accum_dtype(self) -> torch.dtype:
@@ -386,15 +419,46 @@ def block_matrices(block_class, cfg):
         return tuple(matrix.shape for matrix in matrices_of(block_class(cfg)))
 
 
+class WeightCounts(NamedTuple):
+    """Parameters of a model's matrices."""
+
+    layer_params: tuple[int, ...]  # of each layer
+    trained_layer_params: tuple[int, ...]  # of each layer, without frozen matrices
+    # by matrix of a layer, in the order of use: the share of layers in which it is not frozen
+    trained_shares: tuple[float, ...]
+    trains_embedding: bool
+    trains_head: bool
+    forward_only_layers: int  # the first layers, if backward does not reach them
+
+
 @functools.cache
-def layer_params(model_class: type, block_class: type, cfg: ModelConfig) -> list[int]:
-    """Return how many parameters the matrices of each layer have.
+def count_weights(model_class: type, block_class: type, cfg: ModelConfig) -> WeightCounts:
+    """Count the parameters of a model's matrices, on the meta device.
 
     block_class is only part of the cache's key: a fork's Block may have other matrices.
     """
     with torch.device("meta"):
-        blocks = model_class(cfg).blocks
-    return [sum(math.prod(matrix.shape) for matrix in matrices_of(block)) for block in blocks]
+        model = model_class(cfg)
+    layers = [matrices_of(block) for block in model.blocks]
+    trained = [[matrix for matrix in layer if not matrix.frozen] for layer in layers]
+    # zip ends at the layer with the fewest matrices: what other layers have beside them is counted
+    # in bytes, but not in seconds
+    shares = [
+        sum(not matrix.frozen for matrix in same_matrix) / len(layers)
+        for same_matrix in zip(*layers)
+    ]
+    return WeightCounts(
+        tuple(map(count_elements, layers)),
+        tuple(map(count_elements, trained)),
+        tuple(shares),
+        not model.embed.frozen,
+        not model.head.frozen,
+        model.forward_only_layers,
+    )
+
+
+def count_elements(matrices: list) -> int:
+    return sum(math.prod(matrix.shape) for matrix in matrices)
 
 
 # ---------------------------------------------------------------------------- tables of tensors
@@ -702,6 +766,14 @@ def product_backward_tensors(plan) -> list[TensorSize]:
         TensorSize("a = SwiGLU(gate|up), and da", rows, cfg.ffn, dtype, 2),
         TensorSize("gradient of gate|up", rows, 2 * cfg.ffn, dtype),
     ]
+    width = trace_block(cfg, n, dtype).most_saved_again / n / dtype.itemsize
+    if (
+        width
+    ):  # adapters of gate|up, for example. The second gradient meets a and da; the sum only a
+        more = max(width, 2 * width - cfg.ffn)
+        tensors.append(
+            TensorSize("a second gradient of one tensor, and their sum", rows, more, dtype)
+        )
     if recomputes_chunks(plan):
         tensors.append(TensorSize("gate|up, recomputed", rows, 2 * cfg.ffn, dtype))
     if plan.head_ranks > 1:
@@ -730,16 +802,19 @@ def loss_tensors(plan) -> list[TensorSize]:
     rows = min(LOSS_ELEMENTS / vocab, n)
     return [
         TensorSize("logits and their gradient", rows, vocab, wide, 2),
-        TensorSize("gradient of the head", vocab, dim, wide),
+        TensorSize("gradient of the head", vocab, dim, wide, int(plan.counts.trains_head)),
         TensorSize(
             "the last layer's output, its norm, the norm's gradient", n, 3 * dim, plan.dtype
         ),
     ]
 
 
-def largest_matrix(plan):
-    """Return the elements of a rank's largest matrix."""
-    return max(map(math.prod, (*plan.matrices, plan.vocab_matrix)))
+def largest_trained_matrix(plan):
+    """Return the elements of a rank's largest matrix that is not frozen."""
+    trained = [matrix for matrix, share in zip(plan.matrices, plan.trained_shares) if share]
+    if plan.trained_vocab_matrices:
+        trained.append(plan.vocab_matrix)
+    return max(map(math.prod, trained), default=0)
 
 
 def imbalance(plan):
@@ -751,20 +826,21 @@ def imbalance(plan):
     if plan.os_layout == "intra":
         return 1.0
     owners = plan.factors.os / plan.factors.p
-    return max(1.0, largest_matrix(plan) * owners / plan.params)
+    return max(1.0, largest_trained_matrix(plan) * owners / max(1, plan.trained_params))
 
 
 def state_bytes(plan: Plan) -> dict[str, float]:
-    """Return the bytes of a rank's model states (AMSP, section IV)."""
+    """Return the bytes of a rank's model states (AMSP, section IV). Frozen matrices have neither
+    gradients nor optimizer states."""
     f = plan.factors
     owned = imbalance(plan)
-    gradients = plan.grad_bytes * plan.params / f.g
+    gradients = plan.grad_bytes * plan.trained_params / f.g
     if f.g > f.p:  # a rank keeps only the gradients of the matrices that it owns
         gradients *= owned
     return {
         "parameters": plan.dtype.itemsize * plan.params / f.p,
         "gradients": gradients,
-        "optimizer": plan.optimizer_bytes_per_param * plan.params / f.os * owned,
+        "optimizer": plan.optimizer_bytes_per_param * plan.trained_params / f.os * owned,
     }
 
 
@@ -772,7 +848,7 @@ def weight_buffer_bytes(plan: Plan) -> dict[str, float]:
     """Return the bytes of the buffers for gathered weights and for whole gradients (shard.States).
 
     There is one buffer for each of embedding and head, and two for each matrix of a layer. A tied
-    matrix has one buffer.
+    matrix has one buffer. Frozen matrices have no gradient.
     """
     f, e = plan.factors, plan.dtype.itemsize
     vocab_elements = plan.num_vocab_matrices * math.prod(plan.vocab_matrix)
@@ -785,10 +861,12 @@ def weight_buffer_bytes(plan: Plan) -> dict[str, float]:
     # several contributions to a gradient, of token chunks or of a tied matrix's two uses, are
     # summed in accum_dtype. If a rank keeps whole gradients (g = 1) over several micro-batches, it
     # sums into these. Otherwise it sums into a buffer
+    trained = [matrix for matrix, share in zip(plan.matrices, plan.trained_shares) if share]
+    trained_vocab_elements = plan.trained_vocab_matrices * math.prod(plan.vocab_matrix)
     gradients = 0
     for elements, adds_up in (
-        (vocab_elements, plan.sums_vocab_grads),
-        (layer_elements, plan.chunks > 1),
+        (trained_vocab_elements, plan.sums_vocab_grads),
+        (2 * sum(map(math.prod, trained)), plan.chunks > 1),
     ):
         sums_in_buffer = adds_up and plan.grad_bytes != plan.accum_bytes
         if f.g > 1 or sums_in_buffer:
@@ -801,7 +879,7 @@ def streaming_buffer_bytes(plan: Plan) -> float:
     (optim.HostStates.stream_through)."""
     f = plan.factors
     shards = f.p if plan.os_layout == "inter" else f.os
-    elements = largest_matrix(plan) / shards
+    elements = largest_trained_matrix(plan) / shards
     if not OPTIMIZERS[plan.optimizer].whole:  # it updates a matrix in pieces
         elements = min(elements, PIECE_ELEMENTS)
     return PIECE_BUFFERS * plan.optimizer_bytes_per_param * elements
@@ -827,7 +905,7 @@ def with_bytes(plan: Plan) -> Plan:
         memory["activations"] = passes * resident_bytes(kept, layer)
         host["activations"] = passes * host_bytes(kept, layer)
     else:
-        memory["activations"] = plan.layers_in_flight * sum(layer)
+        memory["activations"] = plan.layers_in_flight * sum(layer) * plan.backward_share
 
     # one message sent and one received, in forward and in backward
     memory["messages"] = 4 * message_bytes(plan)
@@ -1066,10 +1144,10 @@ def kernel_seconds(est: Estimator, plan: Plan) -> KernelSeconds:
 def layer_seconds(est: Estimator, plan: Plan) -> LayerSeconds:
     """Return the seconds of model.Block, whole or in token chunks."""
 
-    def products(*kinds):
-        """Return the seconds of each matrix's products, in the order of use."""
+    def products(kind):
+        """Return the seconds of each matrix's products of a kind, in the order of use."""
         return [
-            plan.chunks * est.products(kinds, plan.tokens / plan.chunks, *matrix)
+            plan.chunks * est.products((kind,), plan.tokens / plan.chunks, *matrix)
             for matrix in plan.matrices
         ]
 
@@ -1081,7 +1159,12 @@ def layer_seconds(est: Estimator, plan: Plan) -> LayerSeconds:
     else:
         weight_grad = "weight_grad"
     first, *later = products("forward")
-    *earlier, last = products("input_grad", weight_grad)
+    backward = []  # of each matrix; a frozen one has no gradient of its own
+    for of_input, of_weight, share in zip(
+        products("input_grad"), products(weight_grad), plan.trained_shares
+    ):
+        backward.append(of_input + share * of_weight)
+    *earlier, last = backward
 
     moved = kernel_seconds(est, plan)
     tp_forward, tp_backward = tp_exchange_seconds(est, plan)
@@ -1092,21 +1175,24 @@ def layer_seconds(est: Estimator, plan: Plan) -> LayerSeconds:
     post = sum(later) + moved.post + tp_forward
     last_matrix = last + moved.backward_down
     rest = sum(earlier) + moved.backward_rest
+    # a mean over all layers, of which backward may reach only some
+    reached = plan.backward_share
 
     # recomputing block.post runs neither the last product, nor the exchange that follows it, nor
     # SwiGLU. We count SwiGLU nevertheless, because this predicts measured steps better
     recomputed_post = sum(later[:-1]) + moved.post + tp_forward / 2
     return LayerSeconds(
         forward=pre + kernel + exchange + post,
-        backward=last_matrix + rest + kernel_backward + exchange_backward + tp_backward,
-        last_matrix=last_matrix,
+        backward=reached * (last_matrix + rest + kernel_backward + exchange_backward + tp_backward),
+        last_matrix=reached * last_matrix,
         attention=kernel + exchange,
         post=post,
-        recompute=pre + recomputed_post,
+        recompute=reached * (pre + recomputed_post),
         named={
-            "attention": kernel + kernel_backward,
-            "all-to-all": exchange + exchange_backward,  # and a ring's exchanges
-            "tensor exchanges": tp_forward + tp_backward,
+            "attention": kernel + reached * kernel_backward,
+            # and a ring's exchanges
+            "all-to-all": exchange + reached * exchange_backward,
+            "tensor exchanges": tp_forward + reached * tp_backward,
         },
     )
 
@@ -1247,8 +1333,8 @@ LOSS = [
     elementwise("gradient", "logits", "dlogits"),
     elementwise("gradient in the dtype of x", "dlogits", "dlogits_narrow"),
 ]
-VOCAB_GRADS = [
-    elementwise("the head's gradient, times that of the loss", "dhead_wide", "dhead"),
+HEAD_GRAD = [elementwise("the head's gradient, times that of the loss", "dhead_wide", "dhead")]
+EMBEDDING_GRAD = [
     elementwise("the embedding's gradient = 0", "", "dembed"),
     elementwise("the embedding's gradient, to its buffer", "dembed", "dembed"),
 ]
@@ -1274,10 +1360,17 @@ def head_seconds(est, plan):
         "dembed": matrix * e,
         "dtied": matrix * wide,
     }
-    vocab_grads = TIED_GRADS if plan.sums_vocab_grads else VOCAB_GRADS
-    kinds = "forward", "input_grad", "weight_grad_sum"
-    products = est.products(kinds, plan.tokens_between_products, vocab, dim)
-    return products + est.moved(moved_bytes(LOSS + vocab_grads, nbytes))
+    kinds = ["forward", "input_grad"]
+    kernels = list(LOSS)
+    if plan.counts.trains_head:
+        kinds.append("weight_grad_sum")
+    if plan.sums_vocab_grads:
+        kernels += TIED_GRADS
+    else:
+        kernels += HEAD_GRAD if plan.counts.trains_head else []
+        kernels += EMBEDDING_GRAD if plan.counts.trains_embedding else []
+    products = est.products(tuple(kinds), plan.tokens_between_products, vocab, dim)
+    return products + est.moved(moved_bytes(kernels, nbytes))
 
 
 # ---------------------------------------------------------------------------- seconds of states
@@ -1294,12 +1387,17 @@ class UnitSeconds(NamedTuple):
     early_grad_scatter: float  # of each earlier micro-batch
 
 
-def unit_seconds(est, plan, matrices):
-    """Return the UnitSeconds of some matrices as an array."""
+def unit_seconds(est, plan, matrices, trained_shares):
+    """Return the UnitSeconds of some matrices as an array. trained_shares: of each matrix, the
+    share of its copies in the model that train. Frozen ones are only gathered."""
     seconds = np.zeros(5)
     for stream, op, ranks, inner, in_earlier, in_last in plan.collectives:
         mesh, size = plan.mesh(ranks, inner), plan.dtype.itemsize / inner
-        taken = sum(est.collective(op, size * math.prod(matrix), mesh) for matrix in matrices)
+        taken = 0.0
+        for matrix, trained_share in zip(matrices, trained_shares):
+            share = 1.0 if stream == "param_gather" else trained_share
+            if share:
+                taken += share * est.collective(op, size * math.prod(matrix), mesh)
         if in_last:
             seconds[UnitSeconds._fields.index(stream)] += taken
         if in_earlier and stream == "grad_scatter":
@@ -1394,8 +1492,9 @@ def traffic_seconds(est, plan, forward, backward, last_matrix):
         last backward            weights, gradients to their shards, and sums over replicas
     """
     layers, count = plan.stage_layers, plan.micro_batches
-    per_layer = unit_seconds(est, plan, plan.matrices)
-    per_vocab_matrix = unit_seconds(est, plan, [plan.vocab_matrix])
+    per_layer = unit_seconds(est, plan, plan.matrices, plan.trained_shares)
+    trained_vocab_share = plan.trained_vocab_matrices / plan.num_vocab_matrices
+    per_vocab_matrix = unit_seconds(est, plan, [plan.vocab_matrix], [trained_vocab_share])
     outside = UnitSeconds(*(per_layer + per_vocab_matrix))
     hidden = UnitSeconds(
         *((layers - 1) * per_layer + (plan.num_vocab_matrices - 1) * per_vocab_matrix)
@@ -1471,12 +1570,13 @@ def local_seconds(est, plan):
     the gradients and to update parameters.
     """
     f, e = plan.factors, plan.dtype.itemsize
+    params = plan.trained_params
     nbytes = {
-        "whole": plan.params * e,
-        "whole_wide": plan.params * plan.accum_bytes,
-        "kept": plan.params * plan.grad_bytes / f.g,
-        "sent": plan.params * e / f.g,
-        "owned": plan.params * plan.grad_bytes / f.os,
+        "whole": params * e,
+        "whole_wide": params * plan.accum_bytes,
+        "kept": params * plan.grad_bytes / f.g,
+        "sent": params * e / f.g,
+        "owned": params * plan.grad_bytes / f.os,
     }
 
     sums = casts = 0.0
@@ -1485,13 +1585,13 @@ def local_seconds(est, plan):
         if plan.chunks > 1:
             sums += moved_bytes(CAST_SUM, nbytes)
         elif plan.sums_vocab_grads:  # only a tied matrix's gradient is a sum
-            share = math.prod(plan.vocab_matrix) / plan.params
+            share = math.prod(plan.vocab_matrix) / params
             sums += share * moved_bytes(CAST_SUM, nbytes)
     if plan.grad_bytes != e:
         casts = moved_bytes(CAST_SUMS, nbytes)
 
     bytes_per_param = update_bytes(plan.dtype, OPTIMIZERS[plan.optimizer])
-    updated = imbalance(plan) * plan.params * bytes_per_param / f.os
+    updated = imbalance(plan) * params * bytes_per_param / f.os
     update = updated / est.profile.optimizer + est.moved(moved_bytes(NORM, nbytes))
     return est.moved(sums), est.moved(casts), update
 
@@ -1586,7 +1686,7 @@ def step_seconds(est: Estimator, plan: Plan, states: bool = True) -> dict[str, f
         two_stages = (1, 2) if plan.ranks > plan.per_node else (2, 1)
         message = est.collective("all_gather", 2 * message_bytes(plan), two_stages)
         seconds["stage messages"] = exposed_messages(plan) * message
-        if plan.pp > 1 and plan.model.tied:
+        if plan.pp > 1 and plan.model.tied and plan.counts.trains_head:
             # at the end of a step, the owners in the first and in the last stage sum its gradients
             shards = plan.factors.p if plan.os_layout == "inter" else plan.factors.os
             owned = math.prod(plan.vocab_matrix) / shards

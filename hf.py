@@ -27,7 +27,8 @@ A tied model (ModelConfig.tied) has no head of its own, neither here nor in file
 
 So an import concatenates the rows of theirs, and an export splits ours (parts_of). HF_NAMES lists
 all names. If you add a weight to the model, add a row there. This works if one of the FAMILIES
-has such a weight.
+has such a weight. If none has it, LLaMA.own_weights can name it, and LLaMA.export_weight merges it
+into the others.
 
 Two versions of transformers look for the rotary base and the rotary scaling in different keys of
 config.json. An import reads both spellings, as transformers 5 does. An export writes both:
@@ -41,6 +42,7 @@ Left out:
 """
 
 import copy
+import functools
 import json
 import math
 import re
@@ -229,6 +231,17 @@ def sliding_window(source: dict) -> int:
     return source["sliding_window"] or 0  # null: this Mistral has none
 
 
+def is_own_weight(cfg: ModelConfig, name: str) -> bool:
+    """Return whether Hugging Face's files do not have a weight, as LLaMA.own_weights says."""
+    *_, weight, _ = name.split(".")  # "blocks", "0", "qkv", "a", "weight"
+    return weight in LLaMA.class_of(cfg).own_weights
+
+
+def has_own_weights(cfg: ModelConfig) -> bool:
+    """Return whether an architecture is an import's with weights of its own, such as adapters."""
+    return bool(LLaMA.class_of(cfg).own_weights)
+
+
 def parts_of(cfg: ModelConfig) -> dict[str, dict[str, tuple]]:
     """Return {our name: {their name: their shape}}. Their names are in the order in which our
     tensor stacks them.
@@ -236,7 +249,8 @@ def parts_of(cfg: ModelConfig) -> dict[str, dict[str, tuple]]:
     Example: blocks.0.qkv.weight of llama3-8b -> model.layers.0.self_attn.q_proj.weight: (4096,
     4096), ...k_proj.weight: (1024, 4096), ...v_proj.weight: (1024, 4096).
 
-    Raises ValueError if HF_NAMES has no name for a weight.
+    Weights that only this model has (LLaMA.own_weights) are left out. Raises ValueError if HF_NAMES
+    has no name for another weight.
     """
     with torch.device("meta"):  # no memory, and no random numbers
         shapes = LLaMA(cfg).shapes
@@ -244,6 +258,8 @@ def parts_of(cfg: ModelConfig) -> dict[str, dict[str, tuple]]:
     parts = {}
     kv_rows = cfg.kv_heads * cfg.head_dim
     for name, (rows, *other_dims) in shapes.items():
+        if is_own_weight(cfg, name):
+            continue
         *layer, weight, _ = name.split(".")  # "blocks", "0", "qkv", "weight", or "norm", "weight"
         if weight not in HF_NAMES:
             raise ValueError(
@@ -479,8 +495,10 @@ def load_model(folder: str) -> LLaMA:
     cfg, _ = read_config(folder)
     cfg, read = open_weights(folder, cfg)
     model = LLaMA(cfg)
+    model.init_weights(seed=0)  # of weights that only this model has
     for name, p in model.named_parameters():
-        p.data.copy_(read(name))
+        if not is_own_weight(cfg, name):
+            p.data.copy_(read(name))
     return model
 
 
@@ -543,6 +561,8 @@ def export_config(cfg: ModelConfig, source: dict, dtype: torch.dtype):
     from transformers import AutoConfig
 
     parts_of(cfg)  # raises if a weight has no name there
+    if has_own_weights(cfg):  # they are merged into the others, so the export has none
+        cfg = replace(cfg, architecture="llama")
     settings = dict(source)
     settings |= {key: getattr(cfg, field) for field, key in CONFIG_KEYS.items()}
     settings |= {
@@ -649,7 +669,8 @@ def write_small(folder: Path, model: LLaMA, config) -> None:
     tensors = {}
     weights = model.state_dict()
     for name, parts in parts_of(model.cfg).items():  # a tied model has no head here, only embed
-        pieces = weights[name].split([rows for rows, *_ in parts.values()])
+        weight = model.export_weight(name, weights.__getitem__)
+        pieces = weight.split([rows for rows, *_ in parts.values()])
         tensors |= {part: piece.contiguous() for part, piece in zip(parts, pieces)}
     write_tensors(tensors, folder / WEIGHTS, {"format": "pt"})
     write_config(folder, config)
@@ -846,7 +867,8 @@ def export(
     """Write a model as a Hugging Face folder and print its family. A collective of all ranks.
 
     folder              the folder for the files. An earlier export of the same run is replaced
-    full_param          function: our name -> the full tensor. All ranks call it together
+    full_param          function: our name -> the full tensor. All ranks call it together.
+                        LLaMA.export_weight makes of it what is written
     dtype               dtype of the stored weights
     source              the import's config.json, from read_config; {} for a model from scratch
     companion_folders   folders whose tokenizer and license files are copied
@@ -860,6 +882,9 @@ def export(
     ValueError, on all ranks if rank 0 cannot write a file.
     """
     partial = partial_folder(folder, run)
+    with torch.device("meta"):
+        model = LLaMA(cfg)  # for its method only
+    weight = functools.partial(model.export_weight, full_param=full_param)
 
     config = export_config(cfg, source, dtype)
     parts = parts_of(cfg)  # without a head if cfg is tied, because transformers ties it again
@@ -900,7 +925,7 @@ def export(
         on_rank_0(begin, group=group)
         for i, names in enumerate(files, 1):
             file = f"model-{i:05d}-of-{len(files):05d}.safetensors"
-            tensors = collect_weights(full_param, {name: parts[name] for name in names}, dtype)
+            tensors = collect_weights(weight, {name: parts[name] for name in names}, dtype)
             on_rank_0(write_tensors, tensors, partial / file, {"format": "pt"}, group=group)
             weight_map |= dict.fromkeys(tensors, file)
         on_rank_0(finish, group=group)

@@ -103,12 +103,14 @@ import math
 import zlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ops import (
+    IDENTITY,
     IGNORE,
     SWIGLU,
     Matrix,
@@ -238,6 +240,9 @@ class Block(nn.Module):
             lambda x, weight: norm_forward(x, weight, cfg.norm_eps), norm_backward
         )
 
+    # all products of a layer go through it, so that a fork can change them all (examples/lora.py)
+    project = staticmethod(project)
+
     @property
     def heads(self) -> tuple[int, int, int]:
         """Return how many heads of q, k and v this rank computes: all, or its share with --tp."""
@@ -254,7 +259,7 @@ class Block(nn.Module):
         """
         eps = self.cfg.norm_eps
         heads = self.heads
-        qkv = project(self.qkv, self.norm, x, self.norm1.weight)
+        qkv = self.project(self.qkv, self.norm, x, self.norm1.weight)
         if self.qkv_bias:
             qkv = qkv + self.qkv_bias.local().to(qkv.dtype)
         qkv = qkv.unflatten(-1, (sum(heads), -1))  # (B, T, H+2K, D)
@@ -271,9 +276,9 @@ class Block(nn.Module):
 
         The T tokens may be a part of a sequence; `positions` says which these are.
         """
-        h = x + self.out(o.flatten(2))
-        gate_up = project(self.gate_up, self.norm, h, self.norm2.weight)
-        return h + project(self.down, SWIGLU, gate_up)
+        h = x + self.project(self.out, IDENTITY, o.flatten(2))
+        gate_up = self.project(self.gate_up, self.norm, h, self.norm2.weight)
+        return h + self.project(self.down, SWIGLU, gate_up)
 
 
 class PlainAttention:
@@ -311,6 +316,10 @@ class LLaMA(nn.Module):
     """
 
     labels_ahead = 1  # labels per token: the next n tokens, here n = 1
+    # last words of the names of weights that Hugging Face's files do not have, although they have
+    # all others. ("a", "b"), say, stands for blocks.0.qkv.a.weight and others. An import leaves
+    # them at their first values, and an export leaves them out (export_weight)
+    own_weights: tuple[str, ...] = ()
     # positions of the tokens of q, k, v on this rank -> positions of the tokens of x
     select_tp_tokens = staticmethod(identity)
 
@@ -353,6 +362,27 @@ class LLaMA(nn.Module):
         return shapes
 
     @functools.cached_property
+    def frozen_weights(self) -> set[str]:
+        """Return the names of the frozen weights. Read this before pipeline.py splits the model."""
+        return {name for name, p in self.named_parameters() if not p.requires_grad}
+
+    @functools.cached_property
+    def forward_only_layers(self) -> int:
+        """Return how many of the first layers need no backward, because no weight trains up to
+        their end. Read this before pipeline.py splits the model.
+
+        Example: only layers 2 and 4 of five, and the head, have weights that train. Backward ends
+        at layer 2. It passes through layer 3, but layers 0 and 1 need none: the result is 2.
+        """
+        trained = [name for name in self.shapes if name not in self.frozen_weights]
+        places = [tuple(name.split(".")) for name in trained]
+        # the embedding, and what else a fork's embed_tokens may use
+        if any(path[0] not in ("blocks", "norm", "head") for path in places):
+            return 0
+        layers = [int(path[1]) for path in places if path[0] == "blocks"]
+        return min(layers, default=len(self.blocks))
+
+    @functools.cached_property
     def weight_init(self) -> dict[str, tuple[float, float]]:
         """Return (mean, std) of each fresh weight by name. Read this before the model is split."""
         weight_init = {}
@@ -363,6 +393,12 @@ class LLaMA(nn.Module):
                 shrink = math.sqrt(2 * self.cfg.layers) if module.residual else 1.0
                 weight_init[f"{path}.weight"] = 0.0, module.std / shrink
         return weight_init
+
+    def export_weight(self, name: str, full_param: Callable[[str], Tensor]) -> Tensor:
+        """Return a weight as an export writes it. full_param(name) returns a whole weight of the
+        run, in float32 or wider, and is a collective of all ranks. A fork that has `own_weights`
+        merges them here into the others (examples/lora.py)."""
+        return full_param(name)
 
     def init_weights(self, seed: int) -> None:
         for name, p in self.named_parameters():
@@ -543,17 +579,52 @@ MODELS = {  #                   V       C     L   H   K   F
 # fmt: on
 
 
+class ParamCounts(NamedTuple):
+    """The numbers of a model's parameters, by what a step computes for them."""
+
+    trained: int
+    frozen: int  # backward passes through them
+    forward_only: int  # frozen, and backward does not reach them
+
+    def __str__(self) -> str:
+        all_frozen = self.frozen + self.forward_only
+        frozen = f" ({all_frozen:,} of them frozen)" if all_frozen else ""
+        return f"{sum(self):,} parameters{frozen}"
+
+
 def param_count(cfg: ModelConfig) -> int:
     """Return the number of parameters, counted on a model on the meta device."""
-    return _param_count(cfg, LLaMA, block_class(cfg))
+    return sum(param_counts(cfg))
+
+
+def param_counts(cfg: ModelConfig) -> ParamCounts:
+    """Return the numbers of parameters, counted on a model on the meta device."""
+    counts, _ = _param_counts(cfg, LLaMA, block_class(cfg))
+    return counts
 
 
 @functools.cache
-def _param_count(cfg: ModelConfig, model_class: type, block_class: type) -> int:
+def _param_counts(
+    cfg: ModelConfig, model_class: type, block_class: type
+) -> tuple[ParamCounts, int]:
+    """Return the numbers of parameters, and how many of the first layers need no backward."""
     # block_class is not used, but it is a part of the cache's key: tests and forks replace
     # model.Block, and another Block has another number of parameters
     with torch.device("meta"):
-        return sum(p.numel() for p in model_class(cfg).parameters())
+        model = model_class(cfg)
+    counts = {"trained": 0, "frozen": 0, "forward_only": 0}
+    for name, p in model.named_parameters():
+        first, *rest = name.split(".")
+        if p.requires_grad:
+            kind = "trained"
+        elif first in ("norm", "head") or (first == "embed" and cfg.tied):
+            kind = "frozen"
+        elif first == "blocks" and int(rest[0]) >= model.forward_only_layers:
+            kind = "frozen"
+        else:
+            kind = "forward_only"
+        counts[kind] += p.numel()
+    return ParamCounts(**counts), model.forward_only_layers
 
 
 def flops_per_token(
@@ -561,19 +632,25 @@ def flops_per_token(
 ) -> tuple[float, float]:
     """Return model FLOPs per token, forward and backward: (causal, full).
 
-    A parameter costs one multiply-add in forward and two in backward: 6 P FLOPs. The embedding is
-    counted although it is a look-up, as is usual. A tied matrix is counted once, for the head. For
-    a sequence of s = `seq` tokens, attention multiplies each query with s keys and the scores with
-    s values: 4 s H D per layer, and three times that with the backward. So "full" adds 12 L H D s,
-    the convention of AMSP and Megatron. A causal mask halves the pairs, so "causal" adds 6 L H D s
-    (Memo, 5.1). Recomputation is never counted.
+    A parameter costs one multiply-add in forward and two in backward: 6 P FLOPs. A frozen one has
+    no gradient of its own: 4 P. A frozen one that backward does not reach, in the embedding or in
+    the first layers, costs 2 P (LLaMA.forward_only_layers). The embedding is counted although it is
+    a look-up, as is usual. A tied matrix is counted once, for the head.
+
+    For a sequence of s = `seq` tokens, attention multiplies each query with s keys and the scores
+    with s values: 4 s H D per layer, and three times that with the backward, if there is one. So
+    "full" adds 12 L H D s, the convention of AMSP and Megatron. A causal mask halves the pairs, so
+    "causal" adds 6 L H D s (Memo, 5.1). Recomputation is never counted.
 
     keys_seen replaces s if sequences consist of documents. If token number i of a document attends
     to i keys, keys_seen is the mean of 2i - 1 over all tokens. For one document of s tokens this
     mean is s.
     """
-    products = 6.0 * param_count(cfg)
-    attention = 6.0 * cfg.layers * cfg.heads * cfg.head_dim * (keys_seen or seq)
+    counts, forward_only_layers = _param_counts(cfg, LLaMA, block_class(cfg))
+    products = 6.0 * counts.trained + 4.0 * counts.frozen + 2.0 * counts.forward_only
+    # backward computes twice as much as forward
+    layers = cfg.layers - 2 / 3 * forward_only_layers
+    attention = 6.0 * layers * cfg.heads * cfg.head_dim * (keys_seen or seq)
     return products + attention, products + 2 * attention
 
 

@@ -210,6 +210,10 @@ class SavedLayer:
         self.attention: Attention | None = None  # of this layer; its forward sets it
         self.num_saved = num_saved  # number of saved chunks. They are the layer's first ones
         self.tensors: dict[str | int, Tensor] = {"x": x}
+        # of tensors that a second operator saves, too. They are stored once
+        self.bytes_saved_again: list[int] = []
+        # by storage_id: the number of a stored tensor. Used only until the layer is offloaded
+        self.number_of_storage: dict[int, int] = {}
         self.on_host: dict[str | int, Tensor] = {}  # the host buffer's views of these tensors
         self.offload_done = None  # event: the copies to the host buffer are complete
         # backward_fns[half, j] is the backward of a half ("pre" or "post") of chunk j. It takes the
@@ -228,14 +232,15 @@ class SavedLayer:
 
                 t                               name        stored in self.tensors
                 a view of x or of o             "x", "o"    nothing new
+                a view of a stored tensor       its number  nothing new
                 any other tensor                a number    t, or a copy of it
                 a parameter or a position       none: autograd keeps t itself
 
             backward    SavedView  --unpack-->  that view of self.tensors[name], wherever these
                                                 tensors are by then
 
-        A tensor that two operators save is stored twice. half: "pre" or "post". Raises ValueError
-        if the block changes a saved tensor in place.
+        A part of a larger tensor is copied (`store`), so if two operators save it, it is stored
+        twice. half: "pre" or "post". Raises ValueError if the block changes a saved tensor in place.
         """
         # autograd's graph holds `pack` and `unpack`, and this layer holds the graph. Such a cycle,
         # through C++, is never collected, so the hooks must not hold the layer
@@ -245,11 +250,13 @@ class SavedLayer:
         def pack(t: Tensor) -> Tensor | SavedView:
             if storage_id(t) in layer.never_swapped:
                 return t
-            name = layer.name_of_input(t)
+            name = layer.name_of_stored(t)
             if name is None:
                 name, t = layer.store(t)
             else:
                 t = t.detach()
+                if isinstance(name, int):
+                    layer.bytes_saved_again.append(t.nbytes)
             versions.append((t, t._version))
             offset = t.storage_offset() - layer.tensors[name].storage_offset()
             return SavedView(name, t.shape, t.stride(), offset)
@@ -266,9 +273,10 @@ class SavedLayer:
         check_unchanged(half, versions)
         versions.clear()  # `pack` lives as long as the graph, and must not hold tensors
 
-    def name_of_input(self, t: Tensor) -> str | None:
-        """Return "x" or "o" if t is a view of this tensor in the same dtype, else None."""
-        for name in ("x", "o"):
+    def name_of_stored(self, t: Tensor) -> str | int | None:
+        """Return the name of a tensor in self.tensors if t is a view of it in the same dtype, else
+        None."""
+        for name in ("x", "o", self.number_of_storage.get(storage_id(t))):
             whole = self.tensors.get(name)
             if whole is None or whole.dtype != t.dtype:
                 continue
@@ -288,6 +296,7 @@ class SavedLayer:
             t = t.clone(memory_format=torch.contiguous_format)
         number = len(self.tensors)
         self.tensors[number] = t
+        self.number_of_storage[storage_id(t)] = number
         return number, t
 
     def numbered_tensors(self) -> list[Tensor]:
@@ -300,6 +309,9 @@ class BlockTrace(NamedTuple):
 
     pre: list[Tensor]  # the tensors that autograd saves in block.pre, without views of x
     post: list[Tensor]  # the tensors that it saves in block.post, without views of x and o
+    # bytes of the largest tensor in `post` that two operators save, or 0. Its gradient is a sum of
+    # two, which are both in memory for a while
+    most_saved_again: int
     unread_product: str  # name of the Matrix whose product recomputation may skip; "": none
     stray_tensors: list[str]  # attributes with tensors that are neither parameters nor buffers
 
@@ -311,13 +323,14 @@ def trace_block(
 
     A new block runs on meta tensors, which have shapes but no data. So this takes no memory of the
     GPU and hardly any time. The new block is of the same class as `block`, and has the same
-    tensor-parallel slices of matrices. block=None: a whole one. Raises ValueError if the
-    block needs data.
+    tensor-parallel slices of matrices and the same frozen weights. block=None: a whole one. Raises
+    ValueError if the block needs data.
     """
     if block is None:
         return _trace_block(llama.block_class(cfg), (), cfg, tokens, dtype)
     tp_slices = tuple(matrix.tp_slice for matrix in matrices_of(block))
-    return _trace_block(type(block), tp_slices, cfg, tokens, dtype)
+    frozen = tuple(not p.requires_grad for p in block.parameters())
+    return _trace_block(type(block), tp_slices, cfg, tokens, dtype, frozen)
 
 
 def matrices_of(block: torch.nn.Module) -> list[Matrix]:
@@ -325,13 +338,15 @@ def matrices_of(block: torch.nn.Module) -> list[Matrix]:
 
 
 @functools.cache
-def _trace_block(block_class, tp_slices, cfg, tokens, dtype) -> BlockTrace:
+def _trace_block(block_class, tp_slices, cfg, tokens, dtype, frozen=()) -> BlockTrace:
     accum_dtype = accumulation_dtype(dtype)
     with torch.device("meta"), torch.utils._python_dispatch._disable_current_modes():
         block = block_class(cfg)
         for matrix, tp_slice in zip(matrices_of(block), tp_slices):
             if tp_slice is not None:
                 matrix.keep_slice(tp_slice)
+        for p, is_frozen in zip(block.parameters(), frozen):
+            p.requires_grad_(not is_frozen)  # PyTorch's operators save less for a frozen weight
         for p in block.parameters():
             is_matrix = p.dim() > 1
             p.data = p.data.to(dtype if is_matrix else accum_dtype)
@@ -351,7 +366,8 @@ def _trace_block(block_class, tp_slices, cfg, tokens, dtype) -> BlockTrace:
             pre = saved.numbered_tensors()
 
         o = torch.empty_like(q)
-        saved.tensors = {"x": x, "o": o}
+        saved = SavedLayer(block, positions, x)
+        saved.tensors["o"] = o
         with saved.saving("post"), torch.enable_grad():
             versions = [(t, t._version) for t in (x, o)]
             inputs = _ChunkInputs.apply(root, [], x, o)
@@ -365,13 +381,14 @@ def _trace_block(block_class, tp_slices, cfg, tokens, dtype) -> BlockTrace:
             check_unchanged("post", versions)
             unread = unread_product(y)
             post = saved.numbered_tensors()
+            most_saved_again = max(saved.bytes_saved_again, default=0)
 
     names = {module: name for name, module in block.named_modules()}
     stray_tensors = []
     for module in block.modules():
         attributes = vars(module) | vars(type(module))  # parameters and buffers are not among them
         stray_tensors += [name for name, value in attributes.items() if isinstance(value, Tensor)]
-    return BlockTrace(pre, post, names.get(unread, ""), stray_tensors)
+    return BlockTrace(pre, post, most_saved_again, names.get(unread, ""), stray_tensors)
 
 
 # ---------------------------------------------------------------------------- the layers
@@ -409,6 +426,10 @@ class ChunkedLayers:
     (a virtual stage of a pipeline); None: all. model.attention must be an attention.Attention.
     Raises MemoryError if the host has too little memory, and ValueError for a block that would
     train wrong in chunks.
+
+    The first layers save nothing and have no backward if neither they nor the embedding have a
+    weight that trains (LLaMA.forward_only_layers). If groups have m > 1 layers, only whole groups
+    of them do so.
     """
 
     def __init__(
@@ -437,6 +458,12 @@ class ChunkedLayers:
             for first in range(0, self.tokens, chunk_tokens)
         ]
         self.check_plan()
+
+        # the first layers of these that need no backward, as whole groups: a group's inputs are
+        # recomputed from its first layer
+        forward_only = max(0, min(model.forward_only_layers - layers.start, plan.layers))
+        self.first_group = forward_only // plan.stride  # the first one that backward reaches
+        self.forward_only = self.first_group * plan.stride
 
         # an input of all chunks' graphs that requires a gradient, so that autograd records them
         self.root = torch.zeros((), device=device, requires_grad=True)
@@ -509,6 +536,8 @@ class ChunkedLayers:
 
     def host_bytes(self, i: int) -> int:
         """Return the bytes of swapped layer i's host buffer, which takes all SavedLayer.tensors."""
+        if i < self.forward_only:
+            return 0
         cfg = self.cfg
         block = self.blocks[i]
         q_heads, *_ = block.heads
@@ -544,7 +573,7 @@ class ChunkedLayers:
         positions = Positions(*angles, *map(for_all_tokens, numbers))
         micro_batch = MicroBatch(positions, attention, torch.is_grad_enabled())
 
-        if micro_batch.needs_backward and self.groups:
+        if micro_batch.needs_backward and self.first_group < len(self.groups):
             if not self.free_host_buffers:
                 raise RuntimeError(
                     f"{self.in_flight} forward passes already wait for their backward, and there "
@@ -558,6 +587,9 @@ class ChunkedLayers:
             )
 
         def run_layer(i: int, x: Tensor) -> Tensor:
+            if i - self.first < self.forward_only:
+                with torch.no_grad():
+                    return self.forward(micro_batch, i - self.first, x)
             forward_fn = functools.partial(self.forward, micro_batch, i - self.first)
             backward_fn = functools.partial(self.backward, micro_batch, i - self.first)
             return CustomGradient.apply(x, forward_fn, backward_fn, self.root)
@@ -593,7 +625,8 @@ class ChunkedLayers:
         """Run layer i, and save what its backward needs: x (B, T, C) -> y (B, T, C)."""
         plan = self.plan
         num_saved = 0
-        if micro_batch.needs_backward:
+        needs_backward = micro_batch.needs_backward and i >= self.forward_only
+        if needs_backward:
             num_saved = plan.num_saved_chunks(i)
             self.free_offloaded(micro_batch, i - 2)
         drops_x = i % plan.stride != 0
@@ -613,7 +646,7 @@ class ChunkedLayers:
         self.run_attention(saved, qkv)
         y = self.run_post(saved)
 
-        if micro_batch.needs_backward:
+        if needs_backward:
             saved_tokens = self.saved_tokens(i)
             if saved_tokens < self.tokens:  # copies, because views would hold the whole memory
                 qkv = [t[:, :saved_tokens].clone() for t in qkv]
@@ -814,7 +847,7 @@ class ChunkedLayers:
 
         Does nothing if there is no such group, or if its copy was launched already.
         """
-        if g < 0 or g in micro_batch.prefetch_done:
+        if g < self.first_group or g in micro_batch.prefetch_done:
             return
         # the rounding buffer may be overwritten: compute has finished group g + 2, which used it,
         # and this stream waits for compute. The host buffers are complete: compute has waited for
@@ -842,7 +875,7 @@ class ChunkedLayers:
         for i, place in self.groups[g]:
             saved = micro_batch.saved[i]
             saved.tensors = carve(place, saved.tensors)
-        if g == 0:  # all host buffers have been read, by what compute waits for
+        if g == self.first_group:  # all host buffers have been read, by what compute waits for
             micro_batch.release_host_buffers()
 
     def recompute_inputs(self, micro_batch: MicroBatch, last: int) -> None:

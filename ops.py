@@ -216,6 +216,27 @@ def swiglu_backward(da, gate_up):
 
 
 @compiled
+def swiglu_input_grads_into(gate, up, da, dgate, dup):
+    """Write the gradients of gate and up (N, F), as swiglu_backward_into does, but without a."""
+    wide = accumulation_dtype(da.dtype)
+    gate = gate.to(wide)
+    sigmoid = torch.sigmoid(gate)
+    silu = gate * sigmoid
+    slope = sigmoid + silu * (1 - sigmoid)
+    dgate.copy_(da * up.to(wide) * slope)
+    dup.copy_(da * silu)
+
+
+def swiglu_input_grads(da, gate_up):
+    """Return gate_up's gradient (..., 2F), and nothing else, in a tuple."""
+    dgate_up = torch.empty_like(gate_up)
+    gate, up = gate_up.flatten(0, -2).chunk(2, -1)
+    dgate, dup = dgate_up.flatten(0, -2).chunk(2, -1)
+    swiglu_input_grads_into(gate, up, da.flatten(0, -2), dgate, dup)
+    return (dgate_up,)
+
+
+@compiled
 def softmax_loss(logits, labels, scale):
     """Return each token's cross-entropy (N, 1), and the gradient of their sum * scale (N, V).
 
@@ -269,7 +290,7 @@ class PlainEvents:
         all kernels that read W before it unshards a matrix of the next layer. After that, W's
         buffer may be refilled.
     add_grad(matrix, compute) -> dW (rows, cols), or None
-        Comes once per contribution to dW. compute(out, beta) writes beta * out + contribution into
+        Comes once per contribution to dW; never for a frozen matrix. compute(out, beta) writes beta * out + contribution into
         `out` and returns it; out=None returns a new tensor. What add_grad returns goes to autograd.
         shard.States keeps dW in a buffer of its own, and returns None.
     """
@@ -320,7 +341,33 @@ class TensorSlice:
             part = part[rows:]
 
 
-class Matrix(nn.Module):
+class Weight(nn.Module):
+    """What a Matrix and a Vector have in common: a parameter `weight` that may be frozen.
+
+    A frozen weight keeps its values: it has no gradient and no optimizer states. Gradients still
+    pass through its products to earlier layers. Freeze weights while the model is on the meta
+    device, in `__init__` of a Block or of a LLaMA:
+
+        self.norm1.frozen = True           one weight
+        self.requires_grad_(False)         all weights of a module that are defined so far
+    """
+
+    weight: nn.Parameter
+
+    @property
+    def frozen(self) -> bool:
+        return not self.weight.requires_grad
+
+    @frozen.setter
+    def frozen(self, frozen: bool) -> None:
+        self.weight.requires_grad_(not frozen)
+
+    def replace_weight(self, tensor: Tensor) -> None:
+        """Let the weight be this tensor. It stays frozen, or not frozen."""
+        self.weight = nn.Parameter(tensor, requires_grad=not self.frozen)
+
+
+class Matrix(Weight):
     """A weight (rows, cols) of a projection. `events` tells shard.py about each use.
 
     Use the weight only through `project`, `embedding` or `head_loss`, or by calling the matrix. A
@@ -338,6 +385,9 @@ class Matrix(nn.Module):
     are about as large as those of x. residual=True says that the product is added to the residual
     stream. Then std is divided by sqrt(2L), since each of L layers adds two products.
 
+    frozen: see Weight. A frozen matrix raises the event `unshard` in forward and in backward, and
+    never `add_grad`. It takes 2/p bytes per parameter in bf16, and is still gathered if p > 1.
+    Nothing is computed or sent for its gradient.
     A pass uses a matrix once. Only the embedding may be used twice, as embedding and as head
     (model.ModelConfig.tied): shard.py expects two contributions to its gradient.
     """
@@ -354,6 +404,7 @@ class Matrix(nn.Module):
         parts: tuple[int, ...] = (),
         std: float | None = None,
         residual: bool = False,
+        frozen: bool = False,
     ):
         super().__init__()
         self.shape = (rows, cols)
@@ -367,34 +418,35 @@ class Matrix(nn.Module):
                 f"Matrix({rows}, {cols}, {cut!r}, parts={parts}): parts are numbers of rows. They "
                 f'add up to {rows}, and only cut="rows" takes them; columns are split evenly'
             )
-        self.weight = nn.Parameter(torch.empty(rows, cols))
+        self.weight = nn.Parameter(torch.empty(rows, cols), requires_grad=not frozen)
 
     def keep_slice(self, tp_slice: TensorSlice) -> None:
         """Shrink the matrix to the slice that this rank holds, while it is on the meta device."""
         self.tp_slice = tp_slice
         self.shape = tp_slice.shape
-        self.weight = nn.Parameter(self.weight.new_empty(self.shape))
+        self.replace_weight(self.weight.new_empty(self.shape))
 
     def forward(self, x: Tensor) -> Tensor:
         return project(self, IDENTITY, x)
 
 
-class Vector(nn.Module):
+class Vector(Weight):
     """A weight that is too small to shard: float32 or wider, whole on every rank.
 
     kind: "norm" starts as 1, "bias" starts as 0. like: the matrix to whose rows the elements
     belong, if there is one. A tensor-parallel rank uses the elements of the rows that it holds.
+    frozen: see Weight. A frozen vector has its 4 bytes per parameter, and no states.
     """
 
     STARTS = {"norm": 1.0, "bias": 0.0}
 
-    def __init__(self, dim: int, kind: str, like: Matrix | None = None):
+    def __init__(self, dim: int, kind: str, like: Matrix | None = None, frozen: bool = False):
         super().__init__()
         if kind not in self.STARTS:
             raise ValueError(f"Vector({dim}, {kind!r}): of kind {' or '.join(self.STARTS)}")
         self.start = self.STARTS[kind]
         self.like = (like,)  # in a tuple, so that nn.Module does not register it as a child
-        self.weight = nn.Parameter(torch.empty(dim))
+        self.weight = nn.Parameter(torch.empty(dim), requires_grad=not frozen)
 
     def local(self) -> Tensor:
         """Return the elements that belong to this rank's rows of the matrix `like`."""
@@ -423,18 +475,32 @@ class Prologue:
             lambda u: (F.gelu(u),),
             lambda da, u: (F.gelu(u), torch.ops.aten.gelu_backward(da, u)),
         )
+
+    input_grads(da, *inputs, *extras) -> input_grads
+        The same as backward, without a. A frozen matrix calls it, because only dW needs a. None:
+        call backward, and drop its a.
     """
 
     forward: Callable
     backward: Callable
+    input_grads: Callable | None = None
+
+    def grads(self, da: Tensor, *saved: Tensor) -> list[Tensor]:
+        """Return the gradients of the inputs. saved: the inputs and the extras."""
+        if self.input_grads:
+            return [*self.input_grads(da, *saved)]
+        _, *input_grads = self.backward(da, *saved)
+        return input_grads
 
 
 IDENTITY = Prologue(lambda x: (x,), lambda da, x: (x, da))
-SWIGLU = Prologue(lambda gate_up: (swiglu_forward(gate_up),), swiglu_backward)
+SWIGLU = Prologue(lambda gate_up: (swiglu_forward(gate_up),), swiglu_backward, swiglu_input_grads)
 
 
 class _Project(Function):
     """y = prologue(*inputs) W^T. Autograd saves the inputs and the prologue's extras.
+
+    If the matrix is frozen, backward computes neither dW nor what only dW needs.
 
     It does not save a = prologue(*inputs), which backward computes again. Nor does it save W, whose
     buffer may be refilled before backward. weight: the parameter. It is an input only so that
@@ -462,6 +528,8 @@ class _Project(Function):
     def backward(ctx, dy):
         matrix = ctx.matrix
         da = dy @ matrix.events.unshard(matrix, backward=True)
+        if matrix.frozen:
+            return None, None, None, None, *ctx.prologue.grads(da, *ctx.saved_tensors)
         a, *input_grads = ctx.prologue.backward(da, *ctx.saved_tensors)
         dw = add_weight_grad(matrix, dy, a)
         return None, None, None, dw, *input_grads
@@ -551,28 +619,31 @@ def unread_product(y: Tensor) -> Matrix | None:
     A block declares nothing. This function reads the graph that autograd recorded for y:
 
         1. y is a sum                             other operators may read their inputs in backward
-        2. its second term is a product           of `project`, without an operator in between
+        2. its second term is a product           of `project`, without an operator in between; or
+                                                  it is a sum again, whose second term is one
         3. the product's Prologue has no extras   they (1 / rms, say) come from its skipped forward
-        4. h does not depend on the product       otherwise another operator reads it, too
+        4. no other term of these sums depends    otherwise another operator reads it, too
+           on the product
 
     If one of the four does not hold, this returns None, and recomputation computes everything. A
     read that autograd does not record, such as product.detach(), is not noticed here. It reads NaN.
     """
-    last = y.grad_fn
-    if last.name() != "AddBackward0":
+    product = y.grad_fn
+    other_terms = []
+    while product is not None and product.name() == "AddBackward0":
+        (first, _), (product, _) = product.next_functions
+        other_terms.append(first)
+    if not other_terms or not isinstance(product, _Project._backward_cls):
         return None
-    (h, _), (product, _) = last.next_functions
-    if not isinstance(product, _Project._backward_cls):
-        return None
-    if product.has_extras or product in operators_before(h):
+    if product.has_extras or product in operators_before(other_terms):
         return None
     return product.matrix
 
 
-def operators_before(node) -> set:
-    """Return the nodes of autograd's graph that a node depends on, and the node itself."""
+def operators_before(nodes: list) -> set:
+    """Return the nodes of autograd's graph that some nodes depend on, and these nodes."""
     found = set()
-    pending = [node]
+    pending = list(nodes)
     while pending:
         node = pending.pop()
         if node is None or node in found:  # None: an input without a gradient
@@ -714,7 +785,8 @@ class _HeadLoss(Function):
     Why gradients in the forward pass: the loss is a scalar, so its gradient dloss is one number.
     The gradients for dloss = 1 are computed as soon as a chunk's logits exist, and backward
     multiplies them by dloss. So the logits are computed once, and W is read in the forward pass
-    only. Autograd saves these gradients: dx (N, C) in x's dtype, dW (V, C) in float32 or wider.
+    only. Autograd saves these gradients: dx (N, C) in x's dtype, dW (V, C) in float32 or wider. A
+    frozen head has no dW.
     """
 
     @staticmethod
@@ -723,7 +795,9 @@ class _HeadLoss(Function):
         chunk = max(1, LOSS_ELEMENTS // len(w))
         if differentiate:
             dx = torch.empty_like(x)
-            dw = torch.empty_like(w, dtype=accumulation_dtype(x.dtype))
+            dw = None
+            if not head.frozen:
+                dw = torch.empty_like(w, dtype=accumulation_dtype(x.dtype))
             ctx.save_for_backward(dx, dw)
             ctx.head = head
         losses = []
@@ -735,8 +809,9 @@ class _HeadLoss(Function):
             if differentiate:
                 dlogits = dlogits.to(x.dtype)
                 torch.mm(dlogits, w, out=dx[rows])
-                beta = 0 if i == 0 else 1  # the first chunk overwrites dw
-                weight_grad_into(dlogits, x[rows], dw, beta)
+                if dw is not None:
+                    beta = 0 if i == 0 else 1  # the first chunk overwrites dw
+                    weight_grad_into(dlogits, x[rows], dw, beta)
             del dlogits  # before the next chunk's are made
         loss = sum(token_losses.sum() * scale for token_losses in losses)
         losses = torch.cat(losses)
@@ -753,7 +828,9 @@ class _HeadLoss(Function):
                 return out.addcmul_(dw, dloss)
             return torch.mul(dw, dloss, out=out)
 
-        dw_out = ctx.head.events.add_grad(ctx.head, compute)
+        dw_out = None
+        if dw is not None:
+            dw_out = ctx.head.events.add_grad(ctx.head, compute)
         dx = dx * dloss.to(dx.dtype)
         return dx, dw_out, None, None, None, None
 

@@ -498,7 +498,7 @@ def allocate_states(
     pinned = all_or_none(pin_host_buffers, [buffer_bytes(shape) for shape in shapes], on_gpu)
     states = [carve(memory, shape) for memory, shape in zip(pinned, shapes)]
 
-    piece_elements = max(sizes)
+    piece_elements = max(sizes, default=0)  # a pipeline stage may have only frozen weights
     if not optimizer.whole:
         piece_elements = min(piece_elements, PIECE_ELEMENTS)
     buffers = [

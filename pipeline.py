@@ -45,6 +45,10 @@ the host does not.
 
 Without `pipeline` in --overlap, receiving is launched right before pass i, and is exposed.
 
+If the first layers and the embedding are frozen, the first virtual stages may need no backward
+(LLaMA.forward_only_layers). Then they receive no dx, nobody sends them any, and their backward
+passes do nothing. They still take part in the order above.
+
 Left out: separate passes for the gradients of weights (zero bubble), which need more memory than
 long sequences leave; embedding and head split along the vocabulary.
 
@@ -278,6 +282,19 @@ class Pipeline:
         """Return whether this is the model's last virtual stage, whose result is the loss."""
         return self.model.head is not None and virtual_stage == len(self.virtual_stages) - 1
 
+    def is_forward_only(self, virtual_stage: int) -> bool:
+        """Return whether a virtual stage has no backward, because no weight trains up to the end of
+        its layers. It receives no dx, and the next virtual stage sends it none."""
+        end = self.virtual_stages[virtual_stage].stop
+        is_last = self.has_head(virtual_stage)
+        return 0 < end <= self.model.forward_only_layers and not is_last
+
+    def sends_dx(self, virtual_stage: int) -> bool:
+        """Return whether the virtual stage before this one needs the gradient of its result."""
+        start = self.virtual_stages[virtual_stage].start
+        has_backward_before = not 0 < start <= self.model.forward_only_layers
+        return has_backward_before and not self.has_embedding(virtual_stage)
+
     def empty_message(self, micro_batch: tuple) -> Tensor:
         """Return an uninitialised tensor of the shape of a message, x or dx: (B, n, C)."""
         tokens, *_ = micro_batch
@@ -288,11 +305,13 @@ class Pipeline:
     ) -> tuple[dist.Work, Tensor] | tuple[None, None]:
         """Launch receiving the message that a pass needs. Returns the work to wait for, and the
         tensor that will hold the message. If the pass starts from tokens or from the loss, it needs
-        no message, and (None, None) is returned."""
+        no message, and (None, None) is returned. Nor does it if it is the backward of a virtual
+        stage that has none."""
         if needed_by.forward:
             needs_none = self.has_embedding(needed_by.virtual_stage)
         else:
             needs_none = self.has_head(needed_by.virtual_stage)
+            needs_none = needs_none or self.is_forward_only(needed_by.virtual_stage)
         if needs_none:
             return None, None
         x = self.empty_message(micro_batch)
@@ -328,7 +347,7 @@ class Pipeline:
             1. launch receiving the message that the next pass needs
             2. wait for the message that this pass needs
             3. run the virtual stage forward, which saves a graph; or run that graph backward
-            4. send the result; the loss is kept, and backward of the embedding has no result
+            4. send the result; the loss is kept, and some backward passes have no result
         """
         micro_batches = list(micro_batches)
         loss = torch.zeros((), device=self.device, dtype=accumulation_dtype(self.dtype))
@@ -360,7 +379,7 @@ class Pipeline:
             if this_pass.forward and self.has_head(virtual_stage):
                 loss += results[0]
             else:
-                for y in results:  # one message, or none after backward of the embedding
+                for y in results:  # one message, or none (sends_dx)
                     self.links.outgoing(this_pass.forward).send(y)
         self.links.finish()  # exposed: no pass is left to hide the last message
         return loss
@@ -375,9 +394,13 @@ class Pipeline:
         because ops.head_loss computes it in forward. Only one such graph exists at a time, since
         its backward is the next pass.
         """
-        inputs = [] if x is None else [x]
         run = functools.partial(self.run_virtual_stage, virtual_stage, micro_batch, False)
-        return run_detached(self.root, run, *inputs)
+        if self.is_forward_only(virtual_stage):
+            with torch.no_grad():
+                return lambda output_grads: [], [run(x)]
+        if self.sends_dx(virtual_stage):
+            return run_detached(self.root, run, x)
+        return run_detached(self.root, functools.partial(run, x))
 
     def warm_up(self, micro_batch: tuple) -> None:
         """Run all virtual stages once, forward and backward, on zeros and without messages. Call it

@@ -96,7 +96,7 @@ from costs import (
 )
 from data import regular
 from hardware import Profile, load_profile, nearest_host, profile_files, scaled
-from model import MODELS, ModelConfig, divisors, param_count
+from model import ARCHITECTURES, MODELS, ModelConfig, divisors, param_counts
 from offload import ActivationPlan
 from optim import OPTIMIZERS
 from pipeline import why_no_order
@@ -1335,10 +1335,13 @@ class Traffic:
 def plan_traffic(plan):
     """Yield the Traffic of a step's communication, as shard.py and attention.py launch it."""
     model, head_ranks, e = plan.model, plan.head_ranks, plan.dtype.itemsize
+    counts = param_counts(model)
     micro_batches = plan.micro_batches
 
     for kind, op, ranks, inner, earlier, last in plan.collectives:
-        nbytes = param_count(model) * e * (1 / inner - 1 / ranks)  # of all shards together
+        # frozen parameters are only gathered
+        params = sum(counts) if kind == "param_gather" else counts.trained
+        nbytes = params * e * (1 / inner - 1 / ranks)  # of all shards together
         times = (micro_batches - 1 if earlier else 0) + (1 if last else 0)
         # gathers run in forward and in backward; an all-reduce reduces, then gathers
         if kind == "param_gather" or op == "all_reduce":
@@ -1725,7 +1728,7 @@ def describe(c, hardware, plans, best_plans):
     command. plans: all that were priced and fit. best_plans: those to print."""
     profile, best = hardware.profile, best_plans[0]
     lines = [
-        f"model: {c.model}, {param_count(best.model):,} parameters; {best.batch} x {best.seq:,} "
+        f"model: {c.model}, {param_counts(best.model)}; {best.batch} x {best.seq:,} "
         "tokens per step",
         f"hardware: {hardware.ranks} x {profile.device}, {hardware.per_node} per node; to plan "
         f"with: {in_unit(hardware.gpu_budget)} per GPU, "
@@ -1759,6 +1762,9 @@ class PlannerFlags(Constraints):
     # fmt: off
     model: str = flag(
         "7b", f"Model: {', '.join(MODELS)}.", among=MODELS, group="the question")
+    architecture: str = flag(
+        "llama", "Classes of the model and of its layers, a row of model.ARCHITECTURES.",
+        among=ARCHITECTURES)
     cluster: str = flag(
         "h200x8", f"Hardware profile: {', '.join(profile_files())}, a GPU's name (A100, H100, "
         "...), or a file of bench.py --profile.")
@@ -1774,6 +1780,11 @@ class PlannerFlags(Constraints):
         "line.")
     # fmt: on
     default_tokens: int = 2**19
+
+    @property
+    def sizes(self) -> ModelConfig:
+        """Return the model to plan for."""
+        return replace(MODELS[self.model], architecture=self.architecture)
 
     def hardware(self):
         """Return the Hardware that the flags describe. Raises ValueError."""
@@ -1818,7 +1829,7 @@ def changes_that_fit(asked, hardware):
 
     def enough(name, value):
         changed = replace(asked, **{name: value})
-        return fits(changed, MODELS[changed.model], changed.hardware())
+        return fits(changed, changed.sizes, changed.hardware())
 
     # of each flag the first value that fits, by bisection: all values after it fit as well
     for name, now, values in (
@@ -1857,7 +1868,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         check_values(asked)
         hardware = asked.hardware()
-        plans = search(asked, MODELS[asked.model], hardware)
+        plans = search(asked, asked.sizes, hardware)
         best_plans = best_per_parallelism(plans)[: asked.top]
         text = describe(asked, hardware, plans, best_plans)
         if asked.leaf:

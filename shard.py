@@ -93,10 +93,10 @@ Set-up, and then a training step as train.run_step runs it:
     norm, finite = states.update(lr, clip)
 
 Every rank must use every Matrix exactly once per pass, or the step changes nothing (check_uses).
-The one exception is a tied matrix, which is embedding and head (ModelConfig.tied). A backward pass
-adds two contributions to its gradient: the head's first, and the embedding's last. So its reduction
-starts at the end of the pass, where little computation is left to hide it. What else it costs, for
-S elements on one rank:
+Only uses of matrices that train are counted. The one exception is a tied matrix, which is embedding
+and head (ModelConfig.tied). A backward pass adds two contributions to its gradient: the head's
+first, and the embedding's last. So its reduction starts at the end of the pass, where little
+computation is left to hide it. What else it costs, for S elements on one rank:
 
     gathered weight    one buffer instead of two. No layer uses it, so the matrix that the embedding
                        has gathered is still there when the head needs it
@@ -106,6 +106,11 @@ S elements on one rank:
 In a pipeline the first and the last stage each hold a copy with its states, as they hold embedding
 and head of an untied model. At the end of a step their owners all-reduce the gradients of the two
 copies: S/os elements. Nothing hides it. The copies get equal updates, so they stay equal.
+
+Frozen weights (ops.Weight). A frozen matrix takes 2P/p bytes and nothing else. It is gathered as
+other matrices are, in forward and in backward, and it sends no gradients and no new parameters. A
+checkpoint holds it as "frozen.NAME", in the compute dtype. Backward gathers no weights of layers
+that it does not reach (LLaMA.forward_only_layers).
 
 Left out: quantised communication, learning rates per parameter, other matrices that are used twice.
 """
@@ -252,9 +257,10 @@ class ShardedParam:
     module: Matrix
     unit: "Unit"
     owner: int  # layout inter: the owner of this p-shard, as its index in the subgroup
+    shard_start: int  # index of param_shard's first element in the flat matrix
     owned_start: int  # index of the first owned element in the flat matrix
 
-    # parameters
+    # parameters. All tensors below are empty, (0,), if the matrix is frozen, except for these two
     param_shard: Tensor  # (S/p,): has the new parameters once `broadcast_done` is reached
     # (S,): valid once its `event` is reached, until a parameter of the layer after the next one is
     # gathered into the same buffer. If p = 1, it is param_shard
@@ -276,7 +282,8 @@ class ShardedParam:
     # the ranks with the same owned_grad (intra) or the same p-shard (inter), which all-reduce their
     # gradients once per step; None: only this rank
     replicas: dist.ProcessGroup | None
-    # per backward pass, to the gradient: one per token chunk; of a tied matrix one per use
+    # per backward pass, to the gradient: one per token chunk; of a tied matrix one per use; 0 if
+    # the matrix is frozen
     contributions: int
     # optimizer states by name, each as large as owned_param, on the GPU or on the host
     states: dict[str, Tensor] = field(default_factory=dict)
@@ -314,8 +321,11 @@ class Unit:
     name: str  # such as "blocks.0"
     index: int  # the unit's number, in the order of use
     params: list[ShardedParam] = field(default_factory=list)  # in the order of use
+    # whether backward reads the unit's weights: not those of the embedding, nor of the first layers
+    # if no weight trains up to their end
+    read_in_backward: bool = False
     next_params: Sequence[ShardedParam] = ()  # of the next unit
-    # of the previous unit if that is a layer: backward reads no weight of the embedding
+    # of the previous unit, if backward reads them
     previous_params: Sequence[ShardedParam] = ()
     passes_done: int = 0  # backward passes of this step that are complete
     # index, in the order of backward, of the first gradient whose reduction is not launched yet
@@ -324,6 +334,11 @@ class Unit:
     @property
     def is_layer(self) -> bool:
         return self.name.startswith("blocks.")
+
+    @property
+    def trained_params(self) -> list[ShardedParam]:
+        """Return the params that are not frozen, in the order of use."""
+        return [param for param in self.params if not param.module.frozen]
 
 
 class GatherPlan(NamedTuple):
@@ -375,10 +390,10 @@ def accumulate(total: Tensor, x: Tensor, first: bool) -> None:
 def check_weights(model: nn.Module, stages: int = 1) -> None:
     """Raise ValueError for a weight that would not train, or that would train wrong.
 
-    These are: a weight that belongs to no Matrix or Vector; a frozen weight; a buffer on the meta
-    device; a Matrix with two paths in the model, unless ModelConfig.tied says that these are embed
-    and head; and, in a pipeline, a Vector with two paths, which may be on two stages. stages: the
-    number of pipeline stages into which the model will be split.
+    These are: a weight that belongs to no Matrix or Vector; a buffer on the meta device; a Matrix
+    with two paths in the model, unless ModelConfig.tied says that these are embed and head; and, in
+    a pipeline, a Vector with two paths, which may be on two stages. stages: the number of pipeline
+    stages into which the model will be split.
     """
     paths: dict[nn.Module, list[str]] = {}
     for path, module in model.named_modules(remove_duplicate=False):
@@ -405,17 +420,13 @@ def check_weights(model: nn.Module, stages: int = 1) -> None:
             "self.embed, or set ModelConfig.tied to False."
         )
     sharded = {id(module.weight) for module in paths}
-    wrong = [
-        name
-        for name, weight in model.named_parameters()
-        if id(weight) not in sharded or not weight.requires_grad
-    ]
+    wrong = [name for name, weight in model.named_parameters() if id(weight) not in sharded]
     wrong += [name for name, buffer in model.named_buffers() if buffer.is_meta]
     if wrong:
         raise ValueError(
             f"{', '.join(wrong)}: these would not train. Only the weight of a model.Matrix (large) "
-            "or a model.Vector (small) is updated, if it requires a gradient. The weights of other "
-            "modules, such as nn.Linear, are not, and a buffer on the meta device gets no values."
+            "or a model.Vector (small) is updated, or frozen. The weights of other modules, such as "
+            "nn.Linear, are not, and a buffer on the meta device gets no values."
         )
 
 
@@ -478,6 +489,7 @@ class States:
         self.grad_dtype = self.accum_dtype if self.micro_batches > 1 else self.dtype
         self.streams = {name: CommStream(self.device, name in overlap) for name in STREAMS}
         self.shapes, self.weight_init = model.shapes, model.weight_init
+        self.frozen_weights = model.frozen_weights  # names, of all stages
         self.tied = model.cfg.tied  # embedding and head are one matrix, perhaps on two stages
         self.scalars = make_scalars(self.device, self.accum_dtype)
 
@@ -489,6 +501,7 @@ class States:
         self.make_groups()
         self.make_params(model)
         self.make_states(storage)
+        self.add_frozen_parts()
         self.make_vectors(model)
 
         self.current_pass = None  # (backward, unit) of the last unshard
@@ -545,12 +558,15 @@ class States:
             path: math.ceil(math.prod(module.shape) / multiple) * multiple
             for path, module in matrices.items()
         }
+        updated_sizes = {
+            path: size for path, size in padded_sizes.items() if not matrices[path].frozen
+        }
         # both stages that hold a copy of a tied matrix must choose the same owner for it, so they
         # assign it first
         tied_path = ""
         if self.tied:
             tied_path = "embed" if "embed" in matrices else "head"
-        owners = assign_owners(padded_sizes, self.factors.os // self.factors.p, tied_path)
+        owners = assign_owners(updated_sizes, self.factors.os // self.factors.p, tied_path)
         num_uses = 2 if self.tied and self.groups.pp == 1 else 1
 
         units: dict[str, Unit] = {}
@@ -559,25 +575,30 @@ class States:
         for path, module in matrices.items():
             unit_name = ".".join(path.split(".")[:2])  # "blocks.0.qkv" belongs to "blocks.0"
             unit = units.setdefault(unit_name, Unit(unit_name, len(units)))
-            if unit.is_layer:
+            if module.frozen:
+                contributions = 0
+            elif unit.is_layer:
                 contributions = self.num_chunks
             else:
                 contributions = num_uses if path == tied_path else 1
-            param = self.shard_matrix(
-                path, module, unit, padded_sizes[path], owners[path], contributions
-            )
+            owner = owners.get(path, -1)  # a frozen matrix has none
+            param = self.shard_matrix(path, module, unit, padded_sizes[path], owner, contributions)
             if path == tied_path:
                 # in checkpoints the last stage's copy has the name of the first stage's
                 param.name = "embed.weight"
-            module.weight = nn.Parameter(param.as_matrix(param.unsharded_param.data))
+            module.replace_weight(param.as_matrix(param.unsharded_param.data))
             module.events = self
             self.sharded_params[module] = param
             unit.params.append(param)
 
         self.units = list(units.values())
+        for unit in self.units:
+            if unit.is_layer:
+                layer = int(unit.name.removeprefix("blocks."))
+                unit.read_in_backward = layer >= model.forward_only_layers
         for unit, next_unit in itertools.pairwise(self.units):
             unit.next_params = next_unit.params
-            if unit.is_layer:
+            if unit.read_in_backward:
                 next_unit.previous_params = unit.params
 
         self.num_units = len(self.units)
@@ -595,7 +616,7 @@ class States:
             self.num_units,
             [param],
             next_params=last_layer.next_params,
-            previous_params=last_layer.params,
+            previous_params=last_layer.params if last_layer.read_in_backward else (),
         )
         last_layer.next_params = [param]
         self.num_units += 1
@@ -631,7 +652,9 @@ class States:
         shard_size = padded_size // f.p
 
         # which elements of its p-shard this rank updates
-        if self.layout == "intra":
+        if module.frozen:
+            owned = slice(0, 0)
+        elif self.layout == "intra":
             owned_size = padded_size // f.os
             first = self.subgroup_index * owned_size
             owned = slice(first, first + owned_size)
@@ -642,7 +665,7 @@ class States:
 
         param_shard = self.zeros(shard_size, self.dtype)
         owned_param = param_shard[owned]
-        if f.g == f.p:
+        if f.g == f.p and not module.frozen:
             grad_shard = self.zeros(shard_size, self.grad_dtype)
             owned_grad = grad_shard[owned]
         else:
@@ -656,7 +679,7 @@ class States:
         # backward adds to grad_shard itself, unless grad_shard is smaller than the whole gradient,
         # or is in bf16 although contributions must be summed in float32
         sum_needs_wider = contributions > 1 and self.grad_dtype != self.accum_dtype
-        if f.g > 1 or sum_needs_wider:
+        if (f.g > 1 or sum_needs_wider) and not module.frozen:
             dtype = self.accum_dtype if contributions > 1 else self.dtype
             unsharded_grad = self.shared_buffer("grad", unit, path, padded_size, dtype)
         else:
@@ -667,6 +690,7 @@ class States:
             module=module,
             unit=unit,
             owner=owner,
+            shard_start=self.param_index * shard_size,
             owned_start=self.param_index * shard_size + owned.start,
             param_shard=param_shard,
             unsharded_param=unsharded_param,
@@ -679,13 +703,13 @@ class States:
         )
 
     def make_states(self, storage: str) -> None:
-        """Allocate the optimizer states of all matrices, zeros.
+        """Allocate the optimizer states of all matrices that train, zeros.
 
         Of the ranks that hold the same states, one saves them to checkpoints and adds their
         gradients to the global norm. Replicas take turns, matrix by matrix. If two stages hold a
         copy of a tied matrix, it is a rank of the first stage.
         """
-        params = self.sharded_params.values()
+        params = [param for unit in self.units for param in unit.trained_params]
         sizes = [len(param.owned_param) for param in params]
         states, self.host_states = allocate_states(
             self.optimizer, sizes, self.accum_dtype, self.device, storage
@@ -716,35 +740,71 @@ class States:
                     tp_slice,
                 )
 
+    def add_frozen_parts(self) -> None:
+        """Note the frozen matrices for checkpoints. Of the ranks that hold the same p-shard, one
+        saves it. They take turns, matrix by matrix."""
+        groups = self.groups
+        replica = groups.rank // self.factors.p
+        num_replicas = groups.ranks // self.factors.p
+        frozen = [param for param in self.sharded_params.values() if param.module.frozen]
+        for i, param in enumerate(frozen):
+            length = min(len(param.param_shard), param.num_elements - param.shard_start)
+            if length <= 0:
+                continue  # this rank holds only padding
+            tp_slice = param.module.tp_slice
+            is_first_copy = tp_slice is not None or groups.tp_rank == 0
+            if param.name == "embed.weight":  # of a tied one, the last stage has another copy
+                is_first_copy = is_first_copy and groups.stage == 0
+            self.parts[f"frozen.{param.name}"] = StatePart(
+                param.param_shard[:length],
+                param.shard_start,
+                self.shapes[param.name],
+                i % num_replicas == replica and is_first_copy,
+                tp_slice,
+            )
+
     def make_vectors(self, model: nn.Module) -> None:
         """Allocate the small weights (Vector) of all pipeline stages, on every rank.
 
         They are views of one flat tensor in accum_dtype, and so are their gradients, to which
         autograd adds in place. They are their own master weights. On a rank of another stage the
-        gradient of a vector stays 0, and adds nothing to the all-reduce.
+        gradient of a vector stays 0, and adds nothing to the all-reduce. A frozen vector has only
+        its values.
         """
-        names = [name for name, shape in self.shapes.items() if len(shape) == 1]
+        vectors = [name for name, shape in self.shapes.items() if len(shape) == 1]
+        names = [name for name in vectors if name not in self.frozen_weights]
         sizes = [math.prod(self.shapes[name]) for name in names]
-        self.vector_grad = self.zeros(sum(sizes), self.accum_dtype)
+        # at least one element, because finish_gradients tells all ranks of a misuse by it
+        total = max(1, sum(sizes))
+        self.vector_grad = self.zeros(total, self.accum_dtype)
         self.vector_states = {
-            state: self.zeros(sum(sizes), dtype)
+            state: self.zeros(total, dtype)
             for state, dtype in self.vector_optimizer.dtypes(self.accum_dtype).items()
         }
         saved_here = dist.get_rank() == 0
         self.norm_grads.append(self.vector_grad if saved_here else self.vector_grad[:0])
 
         modules = dict(model.named_modules())
-        grads = self.vector_grad.split(sizes)
-        states = {state: flat.split(sizes) for state, flat in self.vector_states.items()}
+        grads = self.vector_grad[: sum(sizes)].split(sizes)
+        states = {
+            state: flat[: sum(sizes)].split(sizes) for state, flat in self.vector_states.items()
+        }
         for i, name in enumerate(names):
             module = modules.get(name.removesuffix(".weight"))
             if module is not None:  # it is on this stage
-                module.weight = nn.Parameter(states["master"][i])
+                module.replace_weight(states["master"][i])
                 module.weight.grad = grads[i]
             for state, values in states.items():
                 self.parts[f"{state}.{name}"] = StatePart(
                     values[i], 0, self.shapes[name], saved_here
                 )
+
+        for name in set(vectors).difference(names):
+            values = self.zeros(self.shapes[name], self.accum_dtype)
+            module = modules.get(name.removesuffix(".weight"))
+            if module is not None:
+                module.replace_weight(values)
+            self.parts[f"frozen.{name}"] = StatePart(values, 0, self.shapes[name], saved_here)
 
     # -- a step begins
 
@@ -772,6 +832,7 @@ class States:
         param = self.sharded_params[module]
         unit = self.unit_of_use(param, backward)
         if self.current_pass != (backward, unit):
+            self.close_frozen_unit()
             self.current_pass = backward, unit
             self.close_other_unit(unit)
             if param is self.tied_param and not backward and param.contributions_done:
@@ -889,6 +950,16 @@ class States:
         if self.open_unit not in (None, unit):
             self.complete_pass(self.open_unit)
 
+    def close_frozen_unit(self) -> None:
+        """Launch the gathers that are missing of the unit that backward leaves, if all of its
+        matrices are frozen. Such a unit is never open, so complete_pass does not do it. Only a rank
+        that skipped a matrix has any missing, and other ranks wait for them."""
+        if self.current_pass is None or self.factors.p == 1:
+            return
+        backward, unit = self.current_pass
+        if backward and unit.read_in_backward and not unit.trained_params:
+            self.launch_param_gather(unit.params[::-1])
+
     def complete_pass(self, unit: Unit) -> None:
         """Complete a unit's backward pass although a matrix was not used: launch the gathers and
         reductions that are missing, because other ranks wait for them.
@@ -899,7 +970,7 @@ class States:
             in the gathers of a layer whose input is recomputed
             in the exchanges of attention and of tensor parallelism
         """
-        if self.factors.p > 1 and unit.is_layer:
+        if self.factors.p > 1 and unit.read_in_backward:
             self.launch_param_gather(unit.params[::-1])
         for param in unit.params:
             if not param.is_complete:
@@ -982,15 +1053,16 @@ class States:
         f = self.factors
         if f.g > f.p and self.layout == "inter":
             return  # scatter_grad has summed over all replicas
-        if f.g == f.os and not any(param.replicas for param in unit.params):
+        trained = unit.trained_params
+        if f.g == f.os and not any(param.replicas for param in trained):
             return  # no other rank has anything to add
 
         if self.grad_dtype != self.dtype:
-            launches = [[param] for param in unit.params]
+            launches = [[param] for param in trained]
         else:
             launches = [
                 list(params)
-                for _, params in itertools.groupby(unit.params, lambda param: param.replicas)
+                for _, params in itertools.groupby(trained, lambda param: param.replicas)
             ]
         with self.streams["grad_reduce"].after_compute():
             # waits for complete grad_shards; hidden by the backward of the layers that follow
@@ -1035,7 +1107,8 @@ class States:
         the matrix.
         """
         for unit in reversed(self.units):
-            while unit.passes_done < self.micro_batches:  # some matrix was never used
+            # some matrix was never used
+            while unit.trained_params and unit.passes_done < self.micro_batches:
                 self.complete_pass(unit)
         for module, param in self.sharded_params.items():
             if module.weight.grad is not None:
@@ -1103,7 +1176,7 @@ class States:
             update_stream = contextlib.nullcontext()
         with update_stream:
             for unit in self.units:
-                for param in unit.params:
+                for param in unit.trained_params:
                     if len(param.owned_param):
                         self.update_param(param)
                 self.broadcast_params(unit)
@@ -1161,9 +1234,10 @@ class States:
         -> (S/p,); in layout inter, broadcasts of (S/p,) from their owners."""
         stream = self.streams["param_broadcast"]
         group = self.param_subgroup
+        trained = unit.trained_params
         for param in unit.params:
             param.unsharded_param.held_param = None  # the buffer has the old parameters
-        if not (group or self.host_states):
+        if not trained or not (group or self.host_states):
             return  # the update ran on the compute stream, and it wrote all of param_shard
 
         on_gpu = self.device.type == "cuda"
@@ -1171,24 +1245,25 @@ class States:
             if group and self.layout == "inter":
                 # NCCL runs the broadcasts of several owners in one launch
                 with dist._coalescing_manager(group, self.device if on_gpu else None):
-                    for param in unit.params:
+                    for param in trained:
                         dist.broadcast(param.param_shard, group=group, group_src=param.owner)
             elif group:
-                for param in unit.params:
+                for param in trained:
                     # gloo may not read where it writes
                     owned_param = param.owned_param if on_gpu else param.owned_param.clone()
                     all_gather(param.param_shard, owned_param, group=group)
 
         # if broadcasts do not overlap, they run on the stream of the update
         broadcast_done = stream.record_event() or self.streams["host_update"].record_event()
-        for param in unit.params:
+        for param in trained:
             param.broadcast_done = broadcast_done
 
     # -- loading and saving
 
     def state_parts(self) -> dict[str, StatePart]:
         """Return the parts of all states on this rank, for a checkpoint. The keys are
-        f"{state}.{parameter name}", and "updates" for the number of updates.
+        f"{state}.{parameter name}", and "updates" for the number of updates. A frozen weight has
+        only the state "frozen", the weight itself. It is in the compute dtype if it is a matrix.
 
         The values are views, into which the next update writes. If they are on the GPU, a copy that
         is enqueued before this update has the old values. If they are on the host, the copy must be
@@ -1203,7 +1278,7 @@ class States:
         rank, all ranks raise ConfigError. A collective of all ranks."""
         optimizers = self.optimizer, self.vector_optimizer
         weights = [s.name for opt in optimizers for s in opt.states if s.starts_as_weight]
-        states = dict.fromkeys(["master", *weights])  # each name once
+        states = dict.fromkeys(["master", "frozen", *weights])  # each name once
 
         def load_masters() -> None:
             parts = self.state_parts()
@@ -1222,21 +1297,24 @@ class States:
 
     def restore_weights(self) -> None:
         """Set the weights from their master weights, for example after a checkpoint was read into
-        state_parts()."""
+        state_parts(). Frozen weights are set by the reading itself."""
         for unit in self.units:
-            for param in unit.params:
+            for param in unit.trained_params:
                 param.owned_param.copy_(param.states["master"])
             self.broadcast_params(unit)
 
     def full_param(self, name: str, state: str = "master") -> Tensor:
-        """Return a full parameter in accum_dtype, or another of its optimizer states. Raises
-        ValueError if the optimizer has no such state. A collective of all ranks."""
+        """Return a full parameter in accum_dtype, or another of its optimizer states; of a frozen
+        weight, which has none, the weight. Raises ValueError if the optimizer has no such state. A
+        collective of all ranks."""
         is_vector = len(self.shapes[name]) == 1
         optimizer = self.vector_optimizer if is_vector else self.optimizer
         names = [s.name for s in optimizer.states]
         if state not in names:
             raise ValueError(f"{name} has no state {state!r}, but {', '.join(names)}")
         full = self.zeros(self.shapes[name], self.accum_dtype)
+        if name in self.frozen_weights:
+            state = "frozen"
         part = self.state_parts().get(f"{state}.{name}")
         if part and part.saved_here:
             if part.tp_slice:

@@ -73,6 +73,7 @@ class TensorParallel:
         fsp    t             forward    all-gather a         reduce-scatter y    t
                              backward   reduce-scatter da,   all-gather dy
                                         all-gather a for dW
+                                        (not if it is frozen)
 
     "rows" is what Megatron calls column-parallel, and "columns" what it calls row-parallel. In all
     modes attention sees all T/sp tokens of a rank's heads. All these exchanges are exposed, because
@@ -157,7 +158,10 @@ class TensorParallel:
             a, *input_grads = prologue.backward(self.reduce_scatter_tokens(da), *inputs_and_extras)
             return self.gather_tokens(a), *input_grads
 
-        return replace(prologue, forward=forward, backward=backward)
+        def input_grads(da, *inputs_and_extras):  # of a frozen matrix, whose dW needs no a
+            return prologue.grads(self.reduce_scatter_tokens(da), *inputs_and_extras)
+
+        return Prologue(forward, backward, input_grads)
 
 
 def exchange(forward: Callable, backward: Callable) -> Callable:

@@ -84,6 +84,7 @@ import train
 # each example adds rows to a table: KERNELS, ARCHITECTURES, OPTIMIZERS or SCHEDULES
 from examples import alibi, ema, gelu, gemma, local, muon, schedule  # noqa: F401
 from examples.block import ForkBlock
+from examples.lora import ALPHA, RANK, LoRABlock, LoRAModel
 from ranks import Groups, use_more_queues
 
 ROOT = Path(__file__).parent  # the project's folder
@@ -108,7 +109,7 @@ SMALL = replace(
 
 SEQ = 48  # tokens per sequence
 BATCH = 8  # sequences per step
-CLIP_NORMS = (0.3, 0.0, 0.3, 0.3)  # --clip of each step, below its gradient norm; 0: no clipping
+CLIP_NORMS = (0.2, 0.0, 0.2, 0.2)  # --clip of each step, below its gradient norm; 0: no clipping
 NONFINITE_STEP = 2  # in this step one rank's loss or gradient is not finite; nothing may change
 END_TOKEN = 5  # the token that ends a document, if a case has documents
 IGNORED_TOKEN = 3  # where the label is this token, the loss leaves it out
@@ -149,10 +150,11 @@ class PlainLayer(torch.nn.Module):
     """A LLaMA layer made of PyTorch's modules. Its weights have model.py's names.
 
     block: "plain" is LLaMA's layer. "norms" adds Qwen's biases and norms of q and k, "gated" adds
-    the gate of GatedBlock, and "fork", "gelu", "geglu" and "gemma" are rows of examples/.
+    the gate of GatedBlock, and "fork", "gelu", "geglu" and "gemma" are rows of examples/. adapters:
+    add those of examples/lora.py.
     """
 
-    def __init__(self, cfg: m.ModelConfig, block: str):
+    def __init__(self, cfg: m.ModelConfig, block: str, adapters: bool):
         super().__init__()
         nn, c, d, f = torch.nn, cfg.dim, cfg.head_dim, cfg.ffn
         self.block = block
@@ -171,6 +173,17 @@ class PlainLayer(torch.nn.Module):
         if block == "gemma":
             self.attention_norm = nn.RMSNorm(c, cfg.norm_eps)
             self.mlp_norm = nn.RMSNorm(c, cfg.norm_eps)
+        self.adapters = adapters
+        if adapters:
+            for matrix in (self.qkv, self.out, self.gate_up, self.down):
+                matrix.a = nn.Linear(matrix.in_features, RANK, bias=False)
+                matrix.b = nn.Linear(RANK, matrix.out_features, bias=False)
+
+    def product(self, matrix, x):
+        y = matrix(x)
+        if self.adapters:
+            y = y + ALPHA / RANK * matrix.b(matrix.a(x))
+        return y
 
     def forward(self, x, rotation, mask):
         """Return the layer's output (B, T, C).
@@ -184,21 +197,21 @@ class PlainLayer(torch.nn.Module):
             return torch.cat((t.real, t.imag), -1).to(x.dtype)
 
         # attention
-        heads = self.qkv(self.norm1(x)).unflatten(-1, (sum(self.heads), -1))
+        heads = self.product(self.qkv, self.norm1(x)).unflatten(-1, (sum(self.heads), -1))
         q, k, v = heads.transpose(1, 2).split(self.heads, 1)
         if self.qkv.bias is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         o = F.scaled_dot_product_attention(rotate(q), rotate(k), v, mask, enable_gqa=True)
         if self.block == "gated":
             o = o * torch.sigmoid(self.gate(x)).sum(-1)[:, None, :, None]
-        o = self.out(o.transpose(1, 2).flatten(2))
+        o = self.product(self.out, o.transpose(1, 2).flatten(2))
         if self.block == "gemma":
             o = self.attention_norm(o)
         h = x + o
 
         # MLP
         activation = ACTIVATIONS.get(self.block, ACTIVATIONS["plain"])
-        y = self.down(activation(self.gate_up(self.norm2(h))))
+        y = self.product(self.down, activation(self.product(self.gate_up, self.norm2(h))))
         if self.block == "gemma":
             y = self.mlp_norm(y)
         y = h + y
@@ -212,16 +225,18 @@ class PlainLayer(torch.nn.Module):
 class Plain(torch.nn.Module):
     """LLaMA made of PlainLayers, in float64. Its forward returns a batch's mean loss over labels.
 
-    The initial value of each weight depends on the weight's name only.
+    The initial value of each weight depends on the weight's name only. frozen: see `freezes`.
     """
 
-    def __init__(self, cfg: m.ModelConfig, block: str, kernel: str):
+    def __init__(self, cfg: m.ModelConfig, block: str, kernel: str, frozen: str = "none"):
         super().__init__()
         self.cfg = cfg
         self.kernel = kernel
         self.embedding_scale = cfg.dim**0.5 if block == "gemma" else 1.0
         self.embed = torch.nn.Embedding(cfg.vocab, cfg.dim)
-        self.blocks = torch.nn.ModuleList(PlainLayer(cfg, block) for _ in range(cfg.layers))
+        self.blocks = torch.nn.ModuleList(
+            PlainLayer(cfg, block, frozen == "base") for _ in range(cfg.layers)
+        )
         self.norm = torch.nn.RMSNorm(cfg.dim, cfg.norm_eps)
         self.head = torch.nn.Linear(cfg.dim, cfg.vocab, bias=False)
         if cfg.tied:
@@ -231,6 +246,9 @@ class Plain(torch.nn.Module):
             rng = torch.Generator().manual_seed(zlib.crc32(name.encode()))
             drawn = torch.randn(p.shape, generator=rng, dtype=torch.float64)
             p.data = 1 + 0.1 * drawn if p.dim() == 1 else drawn / p.shape[1] ** 0.5
+            if name.endswith(".b.weight"):
+                p.data *= 0.25  # so that adapters add half as much as their matrices compute
+            p.requires_grad_(not freezes(frozen, our_name(name)))
 
     def logits(self, tokens, documents: bool):
         """Return the logits (B, T, vocab) of tokens (B, T)."""
@@ -272,11 +290,28 @@ class Plain(torch.nn.Module):
         return F.cross_entropy(self.logits(tokens, documents).flatten(0, 1), labels.flatten())
 
     def weights(self) -> dict[str, torch.Tensor]:
-        """Return copies of the parameters by model.py's names. There a bias is a Vector."""
-        return {
-            name.replace("qkv.bias", "qkv_bias.weight"): p.detach().clone()
-            for name, p in self.named_parameters()
-        }
+        """Return copies of the parameters by model.py's names."""
+        return {our_name(name): p.detach().clone() for name, p in self.named_parameters()}
+
+
+def our_name(name: str) -> str:
+    """Return model.py's name of a parameter of Plain. There a bias is a Vector."""
+    return name.replace("qkv.bias", "qkv_bias.weight")
+
+
+def freezes(frozen: str, name: str) -> bool:
+    """Return whether a case with this value of the key `frozen` freezes a weight.
+
+    none    no weight
+    base    all but the adapters of examples/lora.py
+    some    the embedding, the first two layers, and about half of the other weights
+    """
+    if frozen == "base":
+        return not name.endswith((".a.weight", ".b.weight"))
+    if frozen == "some":
+        all_frozen = name.startswith(("embed.", "blocks.0.", "blocks.1.", "blocks.3."))
+        return all_frozen or zlib.crc32(name.encode()) % 2 == 0
+    return False
 
 
 def naive_forward(q, k, v, mask):
@@ -369,6 +404,7 @@ def reference_steps(
     optimizer: str,
     documents: tuple[int, ...],
     kernel: str = "cpu",
+    frozen: str = "none",
     moments: str = "fp32",
     tied: int = 0,
 ) -> tuple:
@@ -376,10 +412,11 @@ def reference_steps(
 
     documents: for each step, whether attention stays inside documents.
     """
-    plain = Plain(replace(SIZES[model], tied=bool(tied)), block, kernel)
+    plain = Plain(replace(SIZES[model], tied=bool(tied)), block, kernel, frozen)
     first_weights = plain.weights()
-    vectors = [p for p in plain.parameters() if p.dim() == 1]
-    matrices = [p for p in plain.parameters() if p.dim() > 1]
+    trained = [p for p in plain.parameters() if p.requires_grad]
+    vectors = [p for p in trained if p.dim() == 1]
+    matrices = [p for p in trained if p.dim() > 1]
     adamw = torch.optim.AdamW(
         [{"params": vectors, "weight_decay": 0.0}, {"params": matrices}],
         betas=(0.9, 0.95),
@@ -438,6 +475,7 @@ def reference_of_case(case: dict) -> tuple:
         case["optimizer"],
         documents,
         case["kernel"],
+        case["frozen"],
         case["moments"],
         case["tied"],
     )
@@ -469,6 +507,7 @@ VALUES = {  # the keys of a case line, and the values that each one takes, its d
     "ranks": (1, 2, 4, 8),
     "model": ("gqa", "mha", "mqa", "deep"),  # a row of SIZES
     "block": ("plain", "norms", "fork"),  # norms: Qwen's biases and norms; fork: examples/block.py
+    "frozen": ("none", "base", "some"),  # which weights do not train: see `freezes`
     "tied": (0, 1),  # 1: embedding and head are one matrix
     "docs": (0, 1),  # 1: attention stays inside documents
     "micro": (1, 2, 4),  # micro-batches per step
@@ -535,7 +574,7 @@ def plan_of(case: dict) -> costs.Plan:
         qkv_bias=norms,
         qk_norm=norms,
         tied=bool(value.tied),
-        architecture=value.block if value.block in m.ARCHITECTURES else "llama",
+        architecture=architecture_of(case),
     )
     micro_batch = BATCH * value.sp * value.tp * value.pp // value.ranks // value.micro
     tokens = micro_batch * SEQ // value.sp
@@ -595,7 +634,27 @@ class GatedBlock(Block):
         return super().post(x, o * gate, positions)
 
 
+class PartlyFrozen(m.LLaMA):
+    """A model with frozen weights in some layers."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        for name, p in self.named_parameters():
+            p.requires_grad_(not freezes("some", name))
+
+
+# rows for the values of the key `frozen`, with each block that a case may have beside it
 m.ARCHITECTURES["gated"] = m.Architecture(GatedBlock)
+for name, block in (("llama", Block), ("fork", ForkBlock), ("gated", GatedBlock)):
+    m.ARCHITECTURES[f"{name} some"] = m.Architecture(block, PartlyFrozen)
+    adapted = type(f"LoRA{block.__name__}", (LoRABlock, block), {})
+    m.ARCHITECTURES[f"{name} base"] = m.Architecture(adapted, LoRAModel)
+
+
+def architecture_of(case: dict) -> str:
+    """Return the row of model.ARCHITECTURES that a case trains."""
+    name = case["block"] if case["block"] in m.ARCHITECTURES else "llama"
+    return name if case["frozen"] == "none" else f"{name} {case['frozen']}"
 
 
 def make_run(case: dict, groups: dict, stream_class: type) -> tuple:
@@ -687,6 +746,12 @@ def assert_equals_plain(
 
     if only_step is None or only_step == len(expected_steps) - 1:
         weights = {name: states.full_param(name).cpu() for name in expected_weights}
+        for name in [name for name in weights if freezes(case["frozen"], name)]:
+            dtype = run.plan.dtype if weights[name].dim() > 1 else run.plan.accum_dtype
+            if not torch.equal(
+                weights.pop(name), first_weights[name].to(dtype).to(run.plan.accum_dtype)
+            ):
+                errors.append(f"{name} is frozen, and has changed")
         updates = weight_updates(first_weights, weights, expected_weights, case["dtype"])
         for name, (update, expected_update) in updates.items():
             error = relative(update, expected_update)
@@ -747,15 +812,16 @@ def find_different_copies(states: shard.States) -> list[str]:
 
 
 def weight_updates(first: dict, last: dict, expected: dict, dtype: str) -> dict:
-    """Return what four steps added to each weight: name -> (update, Plain's update).
+    """Return what four steps added to each weight in `last`: name -> (update, Plain's update).
 
     In bf16 all vectors are joined into one row. They have few elements, and Adam's first steps
     change each element by the same size, so noise that flips a few signs would count too much.
     """
-    updates = {name: (last[name] - w, expected[name] - w) for name, w in first.items()}
-    if dtype == "fp64":
+    updates = {name: (w - first[name], expected[name] - first[name]) for name, w in last.items()}
+    vectors = [name for name, w in last.items() if w.dim() == 1]
+    if dtype == "fp64" or not vectors:
         return updates
-    vectors = [updates.pop(name) for name, w in first.items() if w.dim() == 1]
+    vectors = [updates.pop(name) for name in vectors]
     return updates | {"vectors": [torch.cat(both) for both in zip(*vectors)]}
 
 
@@ -1104,6 +1170,7 @@ def mechanisms(case: dict) -> set[str]:
         "documents": value.docs == 1,
         "tied": value.tied == 1,
         f"block {value.block}": value.block != "plain",
+        f"frozen {value.frozen}": value.frozen != "none",
         f"kv {value.model}": value.model in ("mha", "mqa"),
         "bf16": value.dtype == "bf16",
         "whole matrices": value.optimizer == "muon",
@@ -1115,8 +1182,8 @@ def mechanisms(case: dict) -> set[str]:
 MECHANISMS = sorted(
     "heads,ring,long ring,groups,tp msp,tp mtp,tp fsp,stages,virtual stages,p>1,g>p,os>g,replicas,"
     "inter,host,no overlap,micro-batches,chunks x,chunks kept,chunks again,chunks swapped,"
-    "chunks mixed,chunks no-o,chunks no-x,chunks neither,documents,block norms,block fork,kv mha,"
-    "kv mqa,bf16,whole matrices,moments bf16,tied".split(",")
+    "chunks mixed,chunks no-o,chunks no-x,chunks neither,documents,block norms,block fork,"
+    "frozen base,frozen some,kv mha,kv mqa,bf16,whole matrices,moments bf16,tied".split(",")
 )
 
 
@@ -1256,6 +1323,8 @@ ALONE = [
 2 tp=2 mode=fsp
 2 pp=2 micro=4
 2 pp=2 parts=2 micro=2
+1 frozen=base                                         # adapters only
+1 frozen=some micro=2                                 # backward ends at layer 2
 2 keep=x docs=1
 2 docs=1 sp=2 ring=2 micro=2
 2 docs=1 sp=2 ring=2 model=mqa groups=2 keep=mixed
@@ -1278,28 +1347,28 @@ ALONE = [
 PICKED = [
     make_case(line)
     for line in """
-2 pp=2 parts=2 micro=4 keep=mixed model=deep          # virtual stages swap different numbers
+2 frozen=base pp=2 parts=2 micro=4 keep=mixed model=deep # virtual stages swap different numbers
 4 os=4 layout=inter optimizer=muon place=host
 4 pp=4 parts=2 micro=4 model=deep                     # 17 layers on 8 virtual stages
-4 pp=2 parts=2 micro=2 keep=neither model=deep os=2
-4 p=2 g=2 os=2 micro=2                                # two replicas of all states
+4 frozen=some pp=2 parts=2 micro=2 keep=neither model=deep os=2
+4 frozen=base p=2 g=2 os=2 micro=2                    # two replicas of all states
 4 p=1 g=2 os=2 layout=inter micro=2                   # the kept half is summed once at the end
-4 tp=2 sp=2 g=2 os=2 micro=2 moments=bf16
+4 frozen=some tp=2 sp=2 g=2 os=2 micro=2 moments=bf16
 4 tp=2 sp=2 groups=2 kernel=alibi
-4 sp=2 groups=4 p=2 g=4 os=4 keep=swapped             # keys stay for the next group, too
-4 tp=2 mode=fsp p=2 g=2 os=2 moments=bf16
-4 tp=2 docs=1
+4 frozen=some sp=2 groups=4 p=2 g=4 os=4 keep=swapped # keys stay for the next group, too
+4 frozen=base tp=2 mode=fsp p=2 g=2 os=2 moments=bf16
+4 frozen=base tp=2 docs=1
 4 tp=4 mode=mtp                                       # one key/value head per rank
-2 tp=2 mode=mtp keep=kept block=fork moments=bf16     # split matrices in token chunks
-2 tp=2 mode=mtp keep=mixed block=gated                # whole weights meet split ones
-2 tp=2 mode=mtp keep=again groups=2
+2 frozen=base tp=2 mode=mtp keep=kept block=fork moments=bf16 # split matrices in token chunks
+2 frozen=some tp=2 mode=mtp keep=mixed block=gated    # whole weights meet split ones
+2 frozen=base tp=2 mode=mtp keep=again groups=2
 2 tp=2 mode=mtp keep=no-x moments=bf16
-2 tp=2 mode=mtp keep=neither model=deep
+2 frozen=base tp=2 mode=mtp keep=neither model=deep
 4 tp=2 mode=mtp sp=2 keep=no-o
 4 tp=2 mode=mtp p=2 g=2 os=2 keep=mixed block=norms
 4 sp=4 ring=4 model=mqa                               # keys are passed on more than once
-4 sp=4 ring=4 keep=swapped g=4 os=4
-4 p=4 g=4 os=4 keep=again
+4 frozen=base sp=4 ring=4 keep=swapped g=4 os=4
+4 frozen=some p=4 g=4 os=4 keep=again
 8 sp=8 ring=4 p=2 g=8 os=8
 8 sp=8 model=mha g=4 os=4
 4 tied=1 pp=2 g=2 os=2 layout=inter                   # the owners of both copies are equal
@@ -1316,24 +1385,27 @@ COVER = [
 2 model=mha block=norms docs=1 groups=2 p=2 g=2 os=2 layout=inter place=host open=1 keep=neither \
 dtype=bf16 moments=bf16
 2 model=mqa block=fork pp=2 layout=inter place=host open=1 keep=kept optimizer=muon tied=1
-2 model=mha block=fork micro=2 groups=4 pp=2 parts=2 layout=inter open=1 keep=x moments=bf16
+2 frozen=base model=mha block=fork micro=2 groups=4 pp=2 parts=2 layout=inter open=1 keep=x \
+  moments=bf16
 2 block=fork docs=1 layout=inter place=host open=1 keep=swapped optimizer=muon dtype=bf16 tied=1
-2 model=mha block=norms docs=1 sp=2 groups=4 os=2 layout=inter open=1 keep=no-o optimizer=muon \
-  tied=1
+2 frozen=base model=mha block=norms docs=1 sp=2 groups=4 os=2 layout=inter open=1 keep=no-o \
+  optimizer=muon tied=1
 2 block=norms docs=1 groups=2 pp=2 layout=inter place=host open=1 keep=again dtype=bf16
-2 model=mqa block=norms sp=2 ring=2 g=2 os=2 layout=inter place=host open=1 keep=no-x dtype=bf16 \
-  tied=1
+2 frozen=base model=mqa block=norms sp=2 ring=2 g=2 os=2 layout=inter place=host open=1 \
+  keep=no-x dtype=bf16 tied=1
 2 model=mqa block=norms docs=1 p=2 g=2 os=2 place=host open=1 keep=mixed dtype=bf16 tied=1
-2 model=mha block=fork sp=2 ring=2 groups=2 os=2 layout=inter place=host keep=no-x chunks=1 \
-  optimizer=muon
-2 model=mha docs=1 groups=4 tp=2 mode=fsp layout=inter open=1 dtype=bf16 tied=1
+2 frozen=some model=mha block=fork sp=2 ring=2 groups=2 os=2 layout=inter place=host keep=no-x \
+  chunks=1 optimizer=muon
+2 frozen=some model=mha docs=1 groups=4 tp=2 mode=fsp layout=inter open=1 dtype=bf16 tied=1
 2 model=mqa block=norms micro=2 pp=2 parts=2 layout=inter keep=again optimizer=muon
 2 block=fork docs=1 micro=2 groups=2 g=2 os=2 layout=inter keep=no-o optimizer=muon dtype=bf16
 2 model=mha block=norms sp=2 groups=4 layout=inter place=host keep=mixed dtype=bf16
 2 model=mha block=fork micro=2 pp=2 parts=2 place=host keep=kept dtype=bf16
 2 model=mha block=fork layout=inter place=host open=1 keep=again optimizer=muon
-2 model=mha block=fork docs=1 sp=2 groups=2 p=2 g=2 os=2 layout=inter place=host keep=kept
-2 model=mqa block=norms micro=2 sp=2 ring=2 os=2 layout=inter open=1 keep=x optimizer=muon
+2 frozen=some model=mha block=fork docs=1 sp=2 groups=2 p=2 g=2 os=2 layout=inter place=host \
+  keep=kept
+2 frozen=some model=mqa block=norms micro=2 sp=2 ring=2 os=2 layout=inter open=1 keep=x \
+  optimizer=muon
 2 model=mqa block=norms p=2 g=2 os=2 place=host open=1 keep=no-o
 2 groups=2 os=2 layout=inter keep=mixed optimizer=muon dtype=bf16
 2 model=deep block=norms docs=1 micro=2 groups=2 pp=2 parts=2 layout=inter keep=no-x
@@ -1360,7 +1432,8 @@ dtype=bf16 moments=bf16
 4 model=deep block=fork micro=2 pp=2 parts=2 p=2 g=2 os=2 keep=swapped
 8 model=mha micro=2 sp=4 ring=4 groups=4 pp=2 parts=2 p=2 g=4 os=4 layout=inter open=1 keep=again \
   tied=1
-8 model=mqa sp=4 ring=4 os=2 layout=inter place=host open=1 keep=no-o optimizer=muon dtype=bf16
+8 frozen=some model=mqa sp=4 ring=4 os=2 layout=inter place=host open=1 keep=no-o \
+  optimizer=muon dtype=bf16
 8 block=norms micro=2 tp=2 mode=fsp pp=2 parts=2
 8 model=mha block=norms sp=4 ring=4 groups=4 tp=2 mode=fsp p=2 g=4 os=4 layout=inter open=1
 8 block=norms docs=1 sp=4 ring=4 groups=2 tp=2 mode=mtp layout=inter keep=x
@@ -1494,9 +1567,9 @@ def test_cases_cover_all_pairs_of_mechanisms():
     Each case is usable, and each value of each key occurs. The resumed runs save and load with each
     mechanism. Catches two mechanisms that no case has together.
     """
-    resumes = RESUMES + WHOLE_RESUMES + TIED_RESUMES
+    resumes = RESUMES + WHOLE_RESUMES + TIED_RESUMES + FROZEN_RESUMES
     assert all(map(is_usable, CASES + EXAMPLES + resumes))
-    assert len(CASES + resumes) <= 160
+    assert len(CASES + resumes) <= 170
     for key, values in VALUES.items():
         # the block "gated" is no value of its key; tests of GPUs take "cuda" and "naive"
         assert {case[key] for case in CASES} - {"gated"} == set(values) - {"cuda", "naive"}, key
@@ -1507,7 +1580,7 @@ def test_cases_cover_all_pairs_of_mechanisms():
 
     # a run keeps its model and optimizer when it resumes; all else is saved once and loaded once
     of_the_model = {
-        name for name in MECHANISMS if re.match("block|kv|bf16|whole|moments|tied", name)
+        name for name in MECHANISMS if re.match("block|frozen|kv|bf16|whole|moments|tied", name)
     }
     saving, loading = RESUMES[:-1], RESUMES[1:]
     for cases in (saving, loading):
@@ -1683,12 +1756,6 @@ def test_forks_that_would_train_wrong_are_refused(group):
     cpu = torch.device("cpu")
 
     # weights
-    model = m.LLaMA(SMALL)
-    model.embed.weight.requires_grad_(False)
-    with raises(
-        ValueError, match="^embed.weight: these would not train.* if it requires a gradient"
-    ):
-        shard.States(model, cpu, torch.float32)
     model = m.LLaMA(SMALL)
     model.head.weight = model.embed.weight
     with raises(ValueError, match="head.weight is another module's weight"):
@@ -1927,8 +1994,9 @@ def test_blocks_that_save_unusual_tensors(block, monkeypatch, group):
 
 # ---------------------------------------------------------------------------- a resume
 # Each step of one run is another case, and resumes from the checkpoint of the case before it.
-# RESUMES are such a run's cases for AdamW, WHOLE_RESUMES for Muon, which needs whole matrices, and
-# TIED_RESUMES for a tied model, whose matrix one stage or two stages save and load.
+# RESUMES are such a run's cases for AdamW, WHOLE_RESUMES for Muon, which needs whole matrices,
+# TIED_RESUMES for a tied model, whose matrix one stage or two stages save and load, and
+# FROZEN_RESUMES for a model with frozen weights, which are saved as they are.
 
 RESUMES = [
     make_case(line)
@@ -1970,6 +2038,17 @@ WHOLE_RESUMES = [
 1 layout=inter keep=swapped
 """.strip().splitlines()
 ]
+FROZEN_RESUMES = [
+    make_case(line)
+    for line in """
+1 frozen=some keep=swapped
+2 frozen=some p=2 g=2 os=2
+2 frozen=some tp=2 mode=mtp
+2 frozen=some pp=2 micro=2
+4 frozen=some p=2 g=4 os=4 layout=inter place=host
+1 frozen=some
+""".strip().splitlines()
+]
 TIED_RESUMES = [
     make_case(line)
     for line in """
@@ -1992,8 +2071,9 @@ TIED_RESUMES = [
         ("norms", "adamw", RESUMES),
         ("fork", "muon", WHOLE_RESUMES),
         ("plain", "adamw", TIED_RESUMES),
+        ("norms", "adamw", FROZEN_RESUMES),
     ],
-    ids=["adamw", "muon", "tied"],
+    ids=["adamw", "muon", "tied", "frozen"],
 )
 def test_resumed_under_others(block, optimizer, steps, tmp_path):
     """A run whose steps each resume from another case's checkpoint trains as Plain does.
@@ -2002,7 +2082,7 @@ def test_resumed_under_others(block, optimizer, steps, tmp_path):
     """
     documents = tuple(case["docs"] for case in steps)
     of_the_run = {"block": block, "optimizer": optimizer}
-    of_the_model = {key: steps[0][key] for key in ("moments", "tied")}
+    of_the_model = {key: steps[0][key] for key in ("frozen", "moments", "tied")}
     reference = reference_steps("gqa", block, optimizer, documents, **of_the_model)
     first_step = 0
     for ranks, group_of_steps in itertools.groupby(steps, lambda case: case["ranks"]):

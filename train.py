@@ -56,6 +56,7 @@ Left out: generation, which is sample.py's work.
 """
 
 import contextlib
+import functools
 import gc
 import itertools
 import json
@@ -122,7 +123,7 @@ from model import (
     ModelConfig,
     flops_per_token,
     initial_weight,
-    param_count,
+    param_counts,
     rope_kind,
     run_blocks,
 )
@@ -488,7 +489,8 @@ def choose_model(cfg: Config, device: torch.device, resumed: checkpoint.Checkpoi
         raise ValueError(
             "--untie: it is for models that --init hf:DIR imports. Drop --untie, or name an import"
         )
-    if name == "auto" and cfg.architecture != "llama":
+    own_weights = ARCHITECTURES[cfg.architecture].model.own_weights
+    if name == "auto" and cfg.architecture != "llama" and not own_weights:
         raise ValueError(
             f"--architecture {cfg.architecture}: --init hf:DIR brings its own layers. Drop "
             "--architecture, or --init"
@@ -536,6 +538,11 @@ def choose_model(cfg: Config, device: torch.device, resumed: checkpoint.Checkpoi
     else:
         reach = cfg.seq
     model = replace(model, max_positions=max(model.max_positions, reach))
+    if cfg.steps > 0 and param_counts(model).trained == 0:
+        raise ValueError(
+            f"--steps {cfg.steps}: all weights of the model are frozen, so a step would change "
+            "nothing. Let a weight train, or use --steps 0"
+        )
     return cfg, model, source, read_weights
 
 
@@ -861,9 +868,9 @@ def print_run(run: Run, plans: list[costs.Plan]) -> None:
 
     causal, full = flops_per_token(model, cfg.seq)
     print0(
-        f"model: {param_count(model):,} parameters, on {device_name(run.device)}, with attention "
-        f"kernel {run.kernel}. A token costs {causal:.3g} FLOPs if attention counts each token's "
-        f"earlier tokens (causal), {full:.3g} if it counts all tokens of a sequence (full)"
+        f"model: {param_counts(model)}, on {device_name(run.device)}, with attention kernel "
+        f"{run.kernel}. A token costs {causal:.3g} FLOPs if attention counts each token's earlier "
+        f"tokens (causal), {full:.3g} if it counts all tokens of a sequence (full)"
     )
     if cfg.seq > model.max_positions:
         print0(
@@ -1032,8 +1039,8 @@ def build_model(run: Run, attention: Attention, groups: Groups) -> tuple[LLaMA |
     plan = run.plan
     with torch.device("meta"):
         model = LLaMA(plan.model, attention)
-    # two cached properties, which must see the whole model: read them before it is split
-    for whole_model_property in ("shapes", "weight_init"):
+    # cached properties, which must see the whole model: read them before it is split
+    for whole_model_property in ("shapes", "weight_init", "frozen_weights", "forward_only_layers"):
         all_or_none(getattr, model, whole_model_property)
     all_or_none(check_weights, model, plan.pp)
 
@@ -1111,12 +1118,30 @@ def cap_gpu(run: Run) -> None:
         torch.cuda.set_per_process_memory_fraction(min(1.0, share))
 
 
+def random_weight(run: Run, states: States, name: str) -> Tensor:
+    """Return the first value of a weight that no file holds."""
+    shape, mean_std = states.shapes[name], states.weight_init[name]
+    return initial_weight(name, shape, mean_std, run.cfg.seed, run.device)
+
+
 def load_random_weights(run: Run, states: States) -> None:
-    states.load(
-        lambda name: initial_weight(
-            name, states.shapes[name], states.weight_init[name], run.cfg.seed, run.device
+    states.load(functools.partial(random_weight, run, states))
+
+
+def load_imported_weights(run: Run, states: States) -> None:
+    """Load the weights of an import, one tensor at a time. Weights that only this model has
+    (LLaMA.own_weights) get random first values."""
+    own = [name for name in states.shapes if hf.is_own_weight(run.plan.model, name)]
+
+    def read(name: str) -> Tensor:
+        return random_weight(run, states, name) if name in own else run.read_weights(name)
+
+    states.load(read)
+    if own:
+        print0(
+            f"{len(own)} weights are not in the import, and begin with fresh values: "
+            f"{', '.join(own[:4])}{', ...' if len(own) > 4 else ''}"
         )
-    )
 
 
 def print_changes(run: Run) -> None:
@@ -1154,7 +1179,7 @@ def build_run(
         checkpoint.load_checkpoint(states, run.resumed)
         print_changes(run)
     elif run.read_weights:
-        states.load(run.read_weights)  # reads one tensor at a time
+        load_imported_weights(run, states)
     else:
         load_random_weights(run, states)
 

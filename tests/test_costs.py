@@ -91,6 +91,76 @@ def test_step_seconds_are_counted_by_hand(tied, monkeypatch):
         assert found == approx(layers * layer + head + more), (machine, choices)
 
 
+class FrozenLayers(m.LLaMA):
+    """A model whose layers and head are frozen. The norms of layers train, and so does embed."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        for module in (*self.blocks.modules(), self.head):
+            if isinstance(module, m.Matrix):
+                module.frozen = True
+
+
+def test_frozen_matrices_are_counted_by_hand(monkeypatch):
+    """Frozen matrices cost no product for a gradient, no reduction, no update and no states.
+
+    Catches seconds or bytes of a gradient that nobody computes, and gathers that are forgotten.
+    """
+    n, c, f, v, layers = 2**15, 4096, 11008, 32000, 4
+    frozen = layers * (4 * c * c + 3 * f * c) + v * c
+    params = frozen + v * c
+    plan = {"factors": shard.Factors(2, 8, 8), "overlap": ()}
+    machines = [round_machine(), round_machine(inside=1e9), round_machine(optimizer=1e9)]
+    full = [seconds(machine, **plan) for machine in machines]
+    monkeypatch.setattr(m, "LLaMA", FrozenLayers)
+    found = [seconds(machine, **plan) for machine in machines]
+    assert full[0] - found[0] == approx(2 * n * frozen / 1e14)
+    # each of 8 ranks of a node sends bf16: gradients are scattered over p and over os / p, and new
+    # parameters are gathered over os / p. All weights are gathered over p, in both passes
+    of_reductions = full[1] - full[0] - (found[1] - found[0])
+    assert of_reductions == approx(2 * frozen * (1 + 1 / 2 + 1 / 2) / 1e9)
+    assert full[2] - full[0] - (found[2] - found[0]) == approx(28 * frozen / 8 / 1e9)
+
+    needed = costs.state_bytes(replace(STEP, **plan))
+    assert [*needed.values()] == [2 * params / 2, 2 * v * c / 8, 12 * v * c / 8]
+
+
+def test_flops_of_frozen_weights(monkeypatch):
+    """A trained parameter takes 6 FLOPs per token, a frozen one 4, and 2 before the first trained.
+
+    Catches an MFU that counts gradients that nobody computes.
+    """
+    cfg = m.MODELS["tiny"]
+    layer = 4 * cfg.dim**2 + 3 * cfg.dim * cfg.ffn + 2 * cfg.dim
+    vocab = cfg.vocab * cfg.dim
+    pairs = 6 * cfg.heads * cfg.head_dim * 100  # attention of a layer, causal, on 100 tokens
+    trained = {
+        "": (0, 0),
+        "blocks.2.qkv": (3 * cfg.dim**2, 2),  # layers 0 and 1 need no backward
+        "head": (vocab, 4),
+        "embed": (vocab, 0),
+    }
+    for path, (count, forward_only) in trained.items():
+
+        class Frozen(m.LLaMA):
+            def __init__(self, *args, path=path):
+                super().__init__(*args)
+                self.requires_grad_(path == "")
+                if path:
+                    self.get_submodule(path).frozen = False
+
+        monkeypatch.setattr(m, "LLaMA", Frozen)
+        total = m.param_count(cfg)
+        assert total == cfg.layers * layer + 2 * vocab + cfg.dim
+        first = forward_only * layer + (0 if path in ("", "embed") else vocab)
+        count = count or total
+        products = 6 * count + 4 * (total - count - first) + 2 * first
+        causal, full = m.flops_per_token(cfg, 100)
+        attention = pairs * (cfg.layers - 2 / 3 * forward_only)
+        assert causal == approx(products + attention)
+        assert full == approx(products + 2 * attention)
+
+
 @parametrize(
     "factors, layout",
     [((1, 1, 1), "intra"), ((8, 8, 8), "intra"), ((1, 8, 8), "inter"), ((2, 2, 8), "inter")],

@@ -1,10 +1,14 @@
 """Show that forks which would train wrong without an error are refused by name."""
 
 import functools
+import itertools
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from pytest import raises
 
 import attention
@@ -16,13 +20,20 @@ import ops
 import optim
 import shard
 import tensor
+import test_all
+import train
 from examples.block import ForkBlock
 from test_all import (
     SEQ,
     SIZES,
+    SpoilingStream,
     activations_of,
     example,
     losses,
+    main,
+    make_case,
+    make_run,
+    on_ranks,
     parametrize,
     read_log,
     run,
@@ -693,3 +704,255 @@ def test_states_have_the_dtypes_that_an_optimizer_declares(place, layout, group,
         firsts = list(range(0, param.num_elements, param.num_elements if place == "gpu" else 1000))
         assert [first for first, _ in seen] == 2 * firsts
         assert seen[-1][1] == len(param.owned_param)
+
+
+# ---------------------------------------------------------------------------- frozen weights
+
+
+def frozen_model(frozen: Callable[[str], bool], *args) -> model.LLaMA:
+    """Return a small model whose weights are frozen if frozen(name) says so."""
+    llama = seeded_model(SIZES["gqa"], *args)
+    for name, p in llama.named_parameters():
+        p.requires_grad_(not frozen(name))
+    return llama
+
+
+def is_in_first_layers(name: str) -> bool:
+    return name.startswith(("embed.", "blocks.0.", "blocks.1."))
+
+
+@parametrize(
+    "frozen",
+    [
+        lambda name: True,
+        lambda name: "norm" not in name,
+        lambda name: name in ("head.weight", "blocks.2.qkv.weight", "blocks.3.norm2.weight"),
+        lambda name: name.startswith("blocks"),
+        is_in_first_layers,
+    ],
+)
+@parametrize("kept", ["all", "mixed", "neither"])
+def test_frozen_weights_compute_no_gradient(frozen, kept, monkeypatch, group):
+    """Frozen weights get no gradient, and no product for one runs; others get what they get anyway.
+
+    Catches a product whose result nobody needs, the head's float32 gradient, and a gradient that
+    changes when another weight is frozen.
+    """
+    shapes = Counter()
+
+    def count_products(dy, x, out, beta):
+        shapes[dy.shape[1], x.shape[1]] += 1
+        return weight_grad_into(dy, x, out, beta)
+
+    weight_grad_into = ops.weight_grad_into
+    monkeypatch.setattr(ops, "weight_grad_into", count_products)
+    grads = []
+    for freezes in (lambda name: False, frozen):
+        llama = frozen_model(freezes, attention.Attention("cpu"))
+        if kept != "all":
+            plan = activations_of(kept, 5, 3)
+            offload.ChunkedLayers(llama, (2, SEQ), plan, SEQ - 10, CPU, torch.float64)
+        shapes.clear()
+        loss = llama(*example(seq=SEQ, vocab=67))
+        if loss.requires_grad:
+            loss.backward()
+        grads.append({name: p.grad for name, p in llama.named_parameters()})
+    for name, expected in grads[0].items():
+        found = grads[1][name]
+        assert found is None if frozen(name) else torch.equal(found, expected), name
+    of_trained = Counter(
+        tuple(p.shape) for p in llama.parameters() if p.requires_grad and p.dim() > 1
+    )
+    del of_trained[tuple(llama.embed.shape)]
+    for shape in set(shapes) - {tuple(llama.head.shape)}:
+        assert shape in of_trained
+        chunks = 1 if kept == "all" else 3
+        assert shapes[shape] == chunks * of_trained[shape]
+    assert (tuple(llama.head.shape) in shapes) == (not frozen("head.weight"))
+
+
+class NotesUses(ops.PlainEvents):
+    """Notes which matrices backward reads."""
+
+    def __init__(self):
+        self.read_in_backward = []
+
+    def unshard(self, matrix, backward):
+        if backward:
+            self.read_in_backward.append(matrix)
+        return super().unshard(matrix, backward)
+
+
+@parametrize(
+    "trained, first",
+    [
+        ("blocks.2.norm1.weight", 2),  # backward passes through the products of layer 2
+        ("blocks.4.down.weight", 4),
+        ("head.weight", 5),
+        ("norm.weight", 5),
+        ("blocks.0.norm1.weight", 0),
+        ("embed.weight", 0),
+    ],
+)
+@parametrize("kept", ["all", "swapped", "neither"])
+def test_first_layers_that_are_frozen_have_no_backward(trained, first, kept, group):
+    """Backward ends at the first layer with a weight that trains, and earlier ones save nothing.
+
+    Catches activations that are saved, swapped or recomputed for a gradient that nobody needs.
+    """
+    llama = frozen_model(lambda name: name != trained, attention.Attention("cpu"))
+    assert llama.forward_only_layers == first
+    events = NotesUses()
+    for module in llama.modules():
+        if isinstance(module, model.Matrix):
+            module.events = events
+    layers, reached = None, first
+    if kept != "all":
+        plan = activations_of(kept, 5, 3)
+        layers = offload.ChunkedLayers(llama, (2, SEQ), plan, SEQ - 10, CPU, torch.float64)
+        # only whole groups of layers that share a saved x need no backward
+        reached = layers.forward_only
+        assert reached == first // plan.stride * plan.stride
+        host_bytes = [layers.host_bytes(i) for i in range(plan.swapped_layers)]
+        assert not any(host_bytes[:reached])
+        assert sum(host_bytes[reached:]) > 0 or reached >= plan.swapped_layers
+
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        loss = llama(*example(seq=SEQ, vocab=67))
+    if first == 5:
+        # x and 1 / rms of the last norm, its weight, and the gradients of the head
+        assert len(saved) <= 5
+    loss.backward()
+    reads = {llama.get_submodule(f"blocks.{i}.down") for i in range(reached, 5)}
+    reads_of_down = {m for m in events.read_in_backward if m in {b.down for b in llama.blocks}}
+    assert reads_of_down == reads
+    assert llama.get_parameter(trained).grad.norm() > 0
+    if layers:
+        assert len(layers.free_host_buffers) == 1
+
+
+def test_states_of_frozen_weights_are_their_values(group):
+    """A frozen weight has its values, and neither a gradient nor a state, in memory and in parts.
+
+    Catches memory that a frozen weight takes, and a step that changes it.
+    """
+    with torch.device("meta"):
+        llama = model.LLaMA(SIZES["gqa"])
+    llama.requires_grad_(False)
+    llama.blocks[3].down.frozen = llama.norm.frozen = False
+    states = shard.States(llama, CPU, torch.bfloat16, micro_batches=2, num_chunks=3)
+    sizes = states.bytes()
+    trained = 1024  # 24 * 40, with padding
+    assert sizes["gradients"] == 4 * trained and sizes["optimizer"] == 12 * trained
+    matrices = sum(p.numel() for p in llama.parameters() if p.dim() > 1)
+    assert 2 * matrices <= sizes["parameters"] <= 2 * matrices + 2 * 128 * 22  # with padding
+
+    parts = states.state_parts()
+    kinds = Counter(name.split(".")[0] for name in parts)
+    assert kinds == {"frozen": 31, "master": 2, "exp_avg": 2, "exp_avg_sq": 2, "updates": 1}
+    assert parts["frozen.blocks.1.qkv.weight"].values.dtype == torch.bfloat16
+    assert parts["frozen.blocks.1.norm1.weight"].values.dtype == torch.float32
+
+
+def test_all_frozen_is_refused(monkeypatch, tmp_path):
+    """A run that would train nothing is refused; without steps it is not.
+
+    Catches a run that computes for days and changes no weight.
+    """
+
+    class AllFrozen(model.LLaMA):
+        def __init__(self, *args):
+            super().__init__(*args)
+            self.requires_grad_(False)
+
+    monkeypatch.setitem(model.ARCHITECTURES, "fork", model.Architecture(model.Block, AllFrozen))
+    with raises(ValueError, match="--steps 6: all weights of the model are frozen, .*--steps 0"):
+        main(f"--out {tmp_path}/o --architecture fork")
+    dist.destroy_process_group()
+    main(f"--out {tmp_path}/o --architecture fork --steps 0 --save-every -1")
+
+
+def test_resume_trains_the_same_weights(tmp_path, monkeypatch):
+    """A resume in which another weight is frozen is refused by the weight's name.
+
+    Catches a weight that goes on without its states, or that stays as it began.
+    """
+    for architecture in ("llama", "llama some"):
+        monkeypatch.setitem(model.ARCHITECTURES, "forked", model.ARCHITECTURES[architecture])
+        main(f"--steps 1 --out {tmp_path}/{architecture[6:]}1 --architecture forked")
+    with raises(ValueError, match="embed.weight is frozen here, but the run of .* trained it. A"):
+        main(f"--resume --steps 2 --out {tmp_path}/1")
+    dist.destroy_process_group()
+    monkeypatch.setitem(model.ARCHITECTURES, "forked", model.ARCHITECTURES["llama"])
+    with raises(ValueError, match="weight is frozen in .*step-00000001, and would train here. A"):
+        main(f"--resume --steps 2 --out {tmp_path}/some1")
+
+
+class FrozenExpert(model.Block):
+    """A layer with a frozen matrix that only ranks below `users` use."""
+
+    users = 0
+
+    def __init__(self, cfg):
+        super().__init__(cfg)
+        self.expert = model.Matrix(cfg.dim, cfg.dim, frozen=True)
+
+    def post(self, x, o, positions):
+        if dist.get_rank() < self.users:
+            x = x + self.expert(x)
+        return super().post(x, o, positions)
+
+
+class AllButHead(model.LLaMA):
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.blocks.requires_grad_(False)
+
+
+class OnlyMatrices(model.LLaMA):
+    """A model without a vector that trains. The expert does train."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        for module in self.modules():
+            if isinstance(module, model.Vector):
+                module.frozen = True
+        for block in self.blocks:
+            block.expert.frozen = False
+
+
+def skip_frozen_matrices(lines: list[str]) -> None:
+    """Run steps in which some ranks skip a frozen matrix. Runs on each rank."""
+    torch.compiler.set_stance("force_eager")
+    groups = {}
+    test_all.Block = FrozenExpert
+    for line in lines:
+        for llama_class, users in itertools.product((model.LLaMA, AllButHead), (0, 1, 2)):
+            train.LLaMA, FrozenExpert.users = llama_class, users
+            made, llama, states = make_run(make_case(line), groups, SpoilingStream)
+            train.load_random_weights(made, states)
+            for _ in range(2):
+                batch = train.load_batch(made, 0)
+                _, norm, finite = train.run_step(llama, states, batch, 0.1, 0.0)
+                assert finite and norm > 0
+            states.check_uses()
+
+    # a matrix that trains must not be skipped, also if no vector's gradient tells all ranks
+    train.LLaMA, FrozenExpert.users = OnlyMatrices, 1
+    made, llama, states = make_run(make_case("2"), groups, SpoilingStream)
+    train.load_random_weights(made, states)
+    _, norm, finite = train.run_step(llama, states, train.load_batch(made, 0), 0.1, 0.0)
+    assert norm.isnan() and not finite
+    with raises(ValueError, match="expert.weight was used 0 times per pass instead of"):
+        states.check_uses()
+
+
+@slow
+def test_frozen_matrices_may_be_skipped():
+    """A rank that does not use a frozen matrix is no misuse, and no rank waits for it.
+
+    Catches an all-gather that only some ranks launch, and a misuse that only one rank notices
+    because no vector trains.
+    """
+    on_ranks(2, skip_frozen_matrices, ["2", "2 p=2 g=2 os=2 micro=2", "2 p=2 g=2 os=2 keep=mixed"])

@@ -22,6 +22,8 @@ import data
 import hf
 import model as m
 import published_configs
+import train
+from examples.lora import ALPHA, RANK, LoRABlock, LoRAModel
 from helpers import (
     fail_disk_full,
     hf_model,
@@ -32,7 +34,16 @@ from helpers import (
     uninterrupted_losses,
 )
 from ranks import ConfigError
-from test_all import SMALL, example, losses, main, parametrize, relative, run, slow
+from test_all import (
+    SMALL,
+    example,
+    losses,
+    main,
+    parametrize,
+    relative,
+    run,
+    slow,
+)
 
 LLAMA3 = {
     "rope_type": "llama3",
@@ -983,3 +994,135 @@ on_file_event('hf.*[.]partial', lambda: os.path.exists('{tmp_path}/hf') or kill_
     assert losses(tmp_path / "o") == uninterrupted_losses(0)
     assert [path.name for path in tmp_path.glob("hf*")] == ["hf"]
     assert hf.exported_step(tmp_path / "hf", hf.run_number(tmp_path / "o")) == 6
+
+
+# ---------------------------------------------------------------------------- adapters
+
+
+class Adapted(torch.nn.Module):
+    """Stands for a Linear of transformers: its weight W is frozen, and A and B are adapters."""
+
+    def __init__(self, linear: torch.nn.Linear, a: torch.nn.Parameter, b: torch.Tensor):
+        super().__init__()
+        self.linear = linear
+        self.a = a
+        self.b = torch.nn.Parameter(b)
+
+    def forward(self, x):
+        return self.linear(x) + ALPHA / RANK * (x @ self.a.t() @ self.b.t())
+
+
+def first_adapters(cfg: m.ModelConfig, seed: int) -> dict[str, torch.Tensor]:
+    """Return the first values of examples/lora.py's adapters, by name, as a run with this seed."""
+    with torch.device("meta"):
+        model = m.LLaMA(cfg)
+    return {
+        name: m.initial_weight(name, shape, model.weight_init[name], seed, "cpu").double()
+        for name, shape in model.shapes.items()
+        if hf.is_own_weight(cfg, name)
+    }
+
+
+def add_adapters(theirs, cfg: m.ModelConfig, adapters: dict[str, torch.Tensor]) -> None:
+    """Put adapters on transformers' matrices. Ours are on fused ones: q, k and v share one A, and
+    each has its rows of B."""
+    theirs.requires_grad_(False)
+    for name, parts in hf.parts_of(cfg).items():
+        path = name.removesuffix(".weight")
+        if f"{path}.a.weight" not in adapters:
+            continue
+        a = torch.nn.Parameter(adapters[f"{path}.a.weight"].clone())
+        rows = [rows for rows, *_ in parts.values()]
+        for part, b in zip(parts, adapters[f"{path}.b.weight"].split(rows)):
+            parent, _, child = part.removesuffix(".weight").rpartition(".")
+            linear = theirs.get_submodule(part.removesuffix(".weight"))
+            setattr(theirs.get_submodule(parent), child, Adapted(linear, a, b.clone()))
+
+
+@slow
+@parametrize(
+    "name, plan",
+    [
+        ("Llama 2", "--p 2 --sp 2"),
+        ("Llama 3.2", "--pp 2 --micro-batch 1"),  # tied
+    ],
+)
+def test_adapters_train_as_on_transformers(name, plan, tmp_path):
+    """Adapters are trained on a frozen import for two steps on two ranks, resumed on one rank,
+    trained for a third step, and exported, which merges them.
+
+    Losses and merged weights are those of the same adapters on transformers' model, trained by
+    PyTorch in float64. Catches an adapter that is lost, merged twice or scaled wrongly, and a base
+    that does not stay as it was.
+    """
+    kind, keys = PUBLISHED[name]
+    hf_model(tmp_path / "in", kind, **keys | {"num_key_value_heads": 2, "sliding_window": None})
+    corpus = tmp_path / "corpus.txt"
+    corpus.write_text(Path(hf.__file__).read_text())
+    batch, lr = 4, 1e-2
+    flags = f"--init hf:{tmp_path}/in --data {corpus} --dtype fp64 --batch {batch} --lr {lr}"
+    flags += " --schedule constant --warmup 0 --architecture lora"
+    text = run(f"{flags} {plan} --steps 2 --out {tmp_path}/a", 2)
+    assert "16 weights are not in the import, and begin with fresh values: blocks.0.qkv.a" in text
+    resume = f"--resume {tmp_path}/a/step-00000002 --p auto --sp auto --pp 1 --tp 1 --micro-batch 2"
+    run(f"{flags} {resume} --steps 3 --out {tmp_path}/b --export {tmp_path}/e")
+
+    theirs = hf_load(tmp_path / "in", dtype=torch.float64)
+    before = {name: p.detach().clone() for name, p in theirs.named_parameters()}
+    cfg, _ = hf.read_config(str(tmp_path / "in"))
+    cfg = replace(cfg, architecture="lora")
+    add_adapters(theirs, cfg, first_adapters(cfg, train.Config.seed))
+    sequences, _ = data.split(*data.open_corpus(str(corpus), 300, []), 32, 0, 1)
+    expected = train_theirs(theirs, sequences, 3, batch, lr)
+    found = [loss for _, loss, _ in losses(tmp_path / "a") + losses(tmp_path / "b")]
+    assert found == approx(expected, rel=1e-6)
+
+    exported = hf_load(tmp_path / "e", dtype=torch.float64)
+    weights = dict(exported.named_parameters())
+    assert weights.keys() == before.keys()
+    num_merged = 0
+    for name, p in weights.items():
+        module = theirs.get_submodule(name.rpartition(".")[0])
+        if isinstance(module, Adapted) and name.endswith(".weight"):
+            num_merged += 1
+            update = ALPHA / RANK * (module.b @ module.a).detach()
+            assert update.norm() > 0.01
+            assert relative(p - before[name], update) < 1e-3, name
+        else:
+            assert torch.equal(p, before[name]), name
+    assert num_merged == 14
+
+
+class NotMerged(LoRAModel):
+    """Adapters that an export forgets."""
+
+    export_weight = m.LLaMA.export_weight
+
+
+def test_adapters_are_merged_or_refused(tmp_path, monkeypatch):
+    """An export that does not merge adapters is refused, and so is an import without a base weight.
+
+    Catches adapters that an export drops, and a base weight that begins with random values.
+    """
+    cfg = replace(SMALL, head_dim=16, architecture="lora")
+    hf.check_export(cfg, {})
+    monkeypatch.setitem(m.ARCHITECTURES, "lost", m.Architecture(LoRABlock, NotMerged))
+    with raises(ValueError, match="--export: transformers computes other logits than this model"):
+        hf.check_export(replace(cfg, architecture="lost"), {})
+
+    hf_model(tmp_path, shard="1GB")
+    file = tmp_path / hf.WEIGHTS
+    tensors = load_file(file)
+    del tensors["model.norm.weight"]
+    save_file(tensors, file, {"format": "pt"})
+    cfg, _ = hf.read_config(str(tmp_path))
+    cfg = replace(cfg, architecture="lora")
+    with raises(ValueError, match="1 tensor is missing: model.norm.weight"):
+        hf.open_weights(str(tmp_path), cfg)
+
+    # a model that does not name its own weights lacks names for them
+    monkeypatch.setattr(LoRAModel, "own_weights", ())
+    with raises(ValueError, match="blocks.0.qkv.a.weight: Hugging Face's files have no 'a'"):
+        hf.parts_of(cfg)
+    with raises(ValueError, match="--architecture lora: --init hf:DIR brings its own layers"):
+        main(f"--init hf:{tmp_path} --architecture lora --out {tmp_path}/o")

@@ -460,6 +460,27 @@ def test_counted_memory_is_what_a_step_needs(name, ranks, seq, factors, kept, ch
 
 @slow
 @parametrize(
+    "frozen, name, ranks, seq, factors, kept",
+    [
+        ("base", "llama3-8b", 4, 2**17, (4, 4, 4), (4, 2, 2, 3)),  # adapters, in token chunks
+        ("base", "7b", 1, 2**14, (1, 1, 1), ()),
+        ("some", "7b", 1, 2**14, (1, 1, 1), ()),  # the first two of four layers have no backward
+    ],
+)
+def test_counted_memory_of_frozen_weights(frozen, name, ranks, seq, factors, kept):
+    """The planner counts what a step with frozen weights needs, and at most a tenth more.
+
+    Catches bytes of gradients or states that a frozen matrix does not have, and the second gradient
+    of what a matrix and its adapter both read, without which a plan would not fit.
+    """
+    model = replace(m.MODELS[name], layers=4, architecture=f"llama {frozen}")
+    plan = swapping_plan(model, ranks, seq, factors, kept, chunk=2**14)
+    requests, lasting, counted = simulate_step(plan)
+    assert 0.999 <= counted / (lasting + peak_alive(requests)) <= 1.1
+
+
+@slow
+@parametrize(
     "name, seq, factors, kept, chunk",
     [
         ("16k", 2**14, (1, 1, 2), (32, 1, 32, 32), 2**13),

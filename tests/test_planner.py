@@ -19,6 +19,7 @@ import torch
 from pytest import approx, raises
 
 import costs
+import examples.lora
 import hardware
 import model as m
 import planner
@@ -483,6 +484,23 @@ def test_activation_plans_with_memos_restrictions_are_memos_rule(host, layer_s):
 
 
 # ---------------------------------------------------------------------------- the program
+
+
+def test_adapters_fit_where_full_training_does_not():
+    """On one H100, 512K tokens of an 8B model fit with examples/lora.py, and not without.
+
+    Its docstring has the numbers. Catches a plan that counts gradients or states of a frozen base.
+    """
+    command = "--model llama3-8b --cluster h100x1 --ranks 1 --seq 512K --batch 1 --top 1"
+    text = ask(command, status=1)
+    assert "a step needs at least 100.5 GiB per GPU of 75.2 GiB" in text
+    text = ask(f"{command} --architecture lora")
+    assert "--architecture lora" in text.splitlines()[-1]
+    assert "8,065,912,832 parameters (8,030,261,248 of them frozen)" in text
+    row = re.search(r"(?m)^1 +(.*)as above", text)[1].split()
+    assert row == "502.6 1,043 46.8% 90.2% 90,128,816 75.1 GiB 109.1 GiB".split()
+    for number in ("502.6 s", "1,043 tokens", "75.1 GiB", "109.1 GiB", "100.5 GiB"):
+        assert number in examples.lora.__doc__
 
 
 def test_planner_prints_plans():

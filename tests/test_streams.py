@@ -66,6 +66,10 @@ CASES = """
 2 os=2 keep=no-o                            # two layers drop o
 2 os=2 keep=no-x +save                      # x is recomputed from every third layer's x
 2 dtype=bf16 keep=again                     # a gradient is cast, and then summed over replicas
+2 frozen=some p=2 g=2 os=2 micro=2          # frozen layers, first and in the middle
+2 frozen=some p=2 g=2 os=2 keep=swapped place=host
+2 frozen=base pp=2 micro=2 tied=1 keep=mixed
+2 frozen=some pp=2 parts=2 micro=2          # a stage without a backward
 4 sp=4 ring=2 groups=2 docs=1               # a ring between ranks that share heads; documents
 4 sp=4 ring=4 p=2 g=2 os=4                  # gradients are passed on more than once
 """
