@@ -429,7 +429,7 @@ def reference_steps(
     if own_optimizer:
         dtypes = own_optimizer.dtypes(torch.float64)
         for name, p in plain.named_parameters():
-            if p.dim() > 1:
+            if p.dim() > 1 and p.requires_grad:
                 states = {key: torch.zeros_like(p, dtype=dtype) for key, dtype in dtypes.items()}
                 own_states[name] = p, states | {"master": p.data}
 
