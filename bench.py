@@ -1,8 +1,10 @@
 """How fast is a training step, beside its kernels alone, FSDP2 and transformers?
 
-    python bench.py                              table step: the largest model that this machine
-                                                 holds, in less than ten minutes
+    python bench.py                              how fast this machine trains the largest model
+                                                 that it holds, in less than five minutes on a GPU
+                                                 and in about a minute on a CPU: table machine
     python bench.py --quick                      the same with a small model, in a minute
+    python bench.py step                         the same beside FSDP2, in less than ten minutes
     torchrun --nproc_per_node 8 bench.py long    another table, on all GPUs together
     torchrun --nproc_per_node 8 bench.py --profile NAME
                                                  measure the rates that planner.py predicts by, and
@@ -26,9 +28,11 @@ Steps run on random tokens, and a time is the median after a warm-up. MFU counts
 matrix, full MFU all of it. The bound is the causal MFU of the step's attention and matrix kernels
 when nothing else runs, and "of bound" is the step's causal MFU as a fraction of it.
 
-A results file is named after the table, the flags and the hardware, so the same command overwrites
-its own file and no other. The last line of output is the same JSON object. results/report.py turns
-these files into tables and pictures.
+A row is one line of JSON in results/MONTH-MACHINE/TABLE.jsonl, for example
+results/2026-11-4xh200/long.jsonl. It holds the label, the flags, what was measured, the hardware, the
+versions, the commit and the command. Rows are only added: where a command is repeated,
+results/report.py shows the newest rows. It turns these files into tables and pictures. The last line
+of output is a JSON object with the command's rows, but table machine ends with sentences instead.
 
 Left out: whether a step computes the right numbers. The tests check that.
 
@@ -106,8 +110,8 @@ class Bench:
     rank: int
     world: int
     quick: bool
-    file: Path  # the results file
-    about: dict  # what the file says besides its rows
+    file: Path  # the results file, to which rows are added
+    about: dict  # what every row says of the machine and the command
     rows: list[dict] = field(default_factory=list)
     kernels: dict[tuple, tuple] = field(default_factory=dict)  # shapes -> seconds of (layer, head)
 
@@ -120,14 +124,22 @@ class Bench:
         return torch.bfloat16 if self.gpu else torch.float32
 
     def add(self, row: dict) -> None:
-        """Print a row and write the file again, so that a table that is cut short has a file."""
-        self.rows.append(row)
-        on_rank_0(
-            self.file.write_text, json.dumps(self.about | {"rows": self.rows}, indent=1) + "\n"
-        )
+        """Print a row and add it to the file, so that a table that is cut short has its rows."""
+        self.rows.append(row | self.about)
+        on_rank_0(append_line, self.file, json.dumps(self.rows[-1]))
         titles, lines = as_text([row])
         label, *cells = lines[0]
         print0(f"{label}: {', '.join(map(' '.join, zip(titles[1:], cells)))}")
+
+
+def append_line(file: Path, line: str) -> None:
+    """Add a line to a file. It begins on a line of its own, even if the last one has no end."""
+    with file.open("a+b") as f:
+        if f.tell() > 0:
+            f.seek(-1, os.SEEK_END)
+            if f.read(1) != b"\n":
+                f.write(b"\n")
+        f.write(line.encode() + b"\n")
 
 
 @dataclass
@@ -636,7 +648,7 @@ def time_step(bench: Bench, step: Step) -> float:
 
 
 def measure_row(bench: Bench, row: Row, look: Callable) -> dict:
-    """Build a row's step, time it, and return what results/*.json says of it.
+    """Build a row's step, time it, and return what its line of the results file says.
 
     A row that does not fit, runs out of memory on any rank, or lacks a package is a result, too.
     Its "oom" is true, and it has no rates. Its "error" says why, if it failed on this rank.
@@ -644,7 +656,7 @@ def measure_row(bench: Bench, row: Row, look: Callable) -> dict:
     """
     cfg = config(row.flags)
     result = {
-        "system": row.label,
+        "label": row.label,
         "flags": row.flags,
         "model": cfg.model,
         "seq": cfg.seq,
@@ -764,15 +776,33 @@ class Table:
     min_ranks: int = 1
 
 
+def machine_rows(bench: Bench, flags: str) -> list[Row]:
+    """Return the rows of table machine, which take less than five minutes together."""
+    return rows_of_largest_model(bench, flags, max_seconds=30)
+
+
 def step_rows(bench: Bench, flags: str) -> list[Row]:
+    """Return the rows of table step: those of table machine, with a longer sequence, and FSDP2."""
+    short, *longest = rows_of_largest_model(bench, flags, max_seconds=45)
+    if bench.quick or not bench.gpu:
+        return [short, *longest]
+    peers = [
+        Row(f"fsdp2 {recomputed}", f"{short.flags} --strategy zero3")
+        for recomputed in ("none", "full")
+    ]
+    return [short, *peers, *longest]
+
+
+def rows_of_largest_model(bench: Bench, flags: str, max_seconds: float) -> list[Row]:
     """Return rows of the largest model that fits, on short sequences and on the longest sequence
-    whose step is predicted to take at most 45 seconds, so that the row takes two minutes. (For
-    --quick and on a CPU, 4 seconds.) Its length per rank is a power of two times a short one."""
+    whose step is predicted to take at most max_seconds. (For --quick and on a CPU, 4 seconds.) Its
+    length per rank is a power of two times a short one. The step is built and then runs two or
+    three times, so with 45 seconds its row takes about two minutes."""
     quick = bench.quick or not bench.gpu
     max_params = math.inf
     if quick:
         max_params = 2e9 if bench.gpu else 1e7
-    max_seconds = 4 if quick else 45
+        max_seconds = 4
 
     def best_plan(row_flags: str) -> costs.Plan | None:
         """Return the plan of these flags, None if they do not fit."""
@@ -789,17 +819,11 @@ def step_rows(bench: Bench, flags: str) -> list[Row]:
             break
         too_large.append(name)
     else:
-        raise ConfigError(
-            f"table step: none of the models {', '.join(too_large)} fits this machine's memory"
-        )
+        raise ConfigError(f"none of the models {', '.join(too_large)} fits this machine's memory")
     if too_large:
         print0(f"{', '.join(too_large)} would not fit; {name} is the largest model that does")
 
     rows = [Row("ours", short)]
-    if not quick:
-        rows.append(Row("fsdp2 none", f"{short} --strategy zero3"))
-        rows.append(Row("fsdp2 full", f"{short} --strategy zero3"))
-
     longest = None
     for i in range(1, 12):
         seq = 2**i * bench.world * short_seq
@@ -809,6 +833,21 @@ def step_rows(bench: Bench, flags: str) -> list[Row]:
             break
         longest = Row("ours, longest in the time", row_flags)
     return rows + [longest] if longest else rows
+
+
+def plan_of_step(bench: Bench, step: Step) -> dict:
+    """Return the plan of a step in words, and the command that trains by it."""
+    cfg, plan = step.run.cfg, step.run.plan
+    launcher = "python"
+    if plan.ranks > 1:
+        launcher = f"torchrun --nproc_per_node {plan.per_node}"
+    flags = f"--model {cfg.model} --seq {plan.seq} --batch {plan.batch}"
+    if cfg.os_place:
+        flags += f" --os-place {cfg.os_place}"
+    return {
+        "plan_in_words": train.plan_in_words(plan),
+        "train_command": f"{launcher} train.py {flags}",
+    }
 
 
 def plan_rows(bench: Bench, flags: str) -> list[Row]:
@@ -862,7 +901,7 @@ def planned_memory(bench: Bench, step: Step) -> dict:
     plan = memory.plan
     requests = counts["hits"] + counts["unmatched"] + counts["occupied"]
     if bench.rank == 0:
-        name = f"memplan-{step.run.plan.seq // 1024}k-{bench.world}x.csv"
+        name = f"memplan-{step.run.plan.seq // 1024}k.csv"
         write_plan(
             str(bench.file.with_name(name)),
             range(len(memory.buffers)),
@@ -895,6 +934,13 @@ def make_tables(ranks: int, nodes: int, short_seq: int) -> dict[str, Table]:
 
     # fmt: off
     return {
+        "machine": Table(
+            "how fast this machine trains the largest model that it holds, at "
+            f"{short_seq} tokens and at a longer sequence",
+            machine_rows,
+            takes="quick",
+            look=plan_of_step,
+        ),
         "step": Table(
             f"the largest model that this machine holds, at {short_seq} tokens and at the longest "
             "length whose rows take at most two minutes",
@@ -1045,7 +1091,7 @@ def tables_here() -> dict[str, Table]:
 # fmt: off
 COLUMNS = {
     # title              a value of shown_values    its format
-    "system":           ("system",                  ""),
+    "label":            ("label",                   ""),
     "plan":             ("plan",                    ""),
     "model":            ("model",                   ""),
     "tokens":           ("seq",                     ","),
@@ -1076,7 +1122,7 @@ UNKNOWN = "-"
 def plan_text(row: dict) -> str:
     """Return the plan of a row of ours: the sharding factors p,g,os, each other degree above 1, and
     how activations are treated."""
-    if not row.get("sp") or row["system"].startswith(tuple(PEERS)):
+    if not row.get("sp") or row["label"].startswith(tuple(PEERS)):
         return UNKNOWN
     text = f"{row['p']},{row['g']},{row['os']}"
     for name in ("sp", "ring", "tp", "pp"):
@@ -1181,7 +1227,7 @@ def parse() -> argparse.Namespace:
         epilog="Sizes may end in K, M or G, which are binary: 64K is 65536.",
     )
     one = parser.add_mutually_exclusive_group()
-    one.add_argument("table", nargs="?", default="step", choices=tables, help="default: step")
+    one.add_argument("table", nargs="?", default="machine", choices=tables, help="default: machine")
     one.add_argument(
         "--profile",
         type=str.lower,
@@ -1256,6 +1302,7 @@ def measure_table(bench: Bench, args: argparse.Namespace) -> None:
     Ctrl-C ends the process; the rows that were measured until then are written."""
     table = tables_here()[args.table]
     print0(f"Table {args.table}: {table.does}. {duration(args, bench)}")
+    print0(all_or_none(kernel_note, bench))
     print0(f"Each row is written to {bench.file} when it is done; Ctrl-C keeps those that are.")
     model = "7b" if bench.gpu else "tiny"
     stopped = False
@@ -1276,19 +1323,68 @@ def measure_table(bench: Bench, args: argparse.Namespace) -> None:
     for label, *cells in (titles, *lines):
         print0(f"{label:<34}" + "".join(f"{cell:>16}" for cell in cells))
     print0(f"{'stopped; the rows so far are' if stopped else 'written'} in {bench.file}")
-    print0(json.dumps(bench.about | {"rows": bench.rows}))
+    if args.table == "machine":
+        print0(MACHINE_LEGEND)
+        for row in bench.rows:
+            print0(in_sentences(row))
+    else:
+        print0(json.dumps({"file": str(bench.file), "rows": bench.rows}))
     if stopped:  # at once: in a collective, other ranks may wait for this one
         os._exit(130)
 
 
 def duration(args: argparse.Namespace, bench: Bench) -> str:
     """Return how long a table takes, as a sentence."""
+    small = args.quick or not bench.gpu
+    if args.table in ("machine", "step") and small:
+        return "This takes about a minute."
+    if args.table == "machine":
+        return "This takes less than five minutes."
     if args.table == "step":
-        return (
-            f"This takes {'a minute' if args.quick or not bench.gpu else 'less than ten minutes'}."
-        )
+        return "This takes less than ten minutes."
     return (
         "A row takes about a minute with its warm-up, and several where a step takes many seconds."
+    )
+
+
+def kernel_note(bench: Bench) -> str:
+    """Return which attention kernel runs here, and what to install for a faster one, as a sentence.
+    Raises ValueError if no kernel can run."""
+    name = pick_kernel("auto", bench.device, bench.dtype)
+    text = f"Attention runs with kernel {name}."
+    if not bench.gpu:
+        return text
+    major, _ = torch.cuda.get_device_capability(bench.device)
+    for faster in itertools.takewhile(lambda other: other != name, KERNELS):
+        if major in KERNELS[faster].capability:
+            reason = why_not(faster, bench.device, bench.dtype)
+            text += f" Kernel {faster} would be faster on this GPU, but {reason}."
+    return text
+
+
+MACHINE_LEGEND = f"""
+MFU is the share of the GPU's peak that the model's FLOPs reach. Causal MFU counts half of the
+attention matrix, full MFU all of it. {UNKNOWN} means that the peak of this device is not known.
+The percent of kernel bound compares the step's speed with that of its attention and matrix kernels
+when nothing else runs. The rest is what norms, updates, communication and recomputation take."""
+
+
+def in_sentences(row: dict) -> str:
+    """Return what a row of table machine says, with its plan and the command that trains by it."""
+    head = f"{row['model']}, {row['seq']:,} tokens per sequence"
+    if row["oom"]:
+        return f"\n{head}: {took_text(row)}. {row.get('error', '')}"
+
+    def percent(value: float | None) -> str:
+        return UNKNOWN if value is None else f"{value:.1%}"
+
+    unit = "GPU" if row["gpus"] else "rank"
+    return (
+        f"\n{head}: {row['tgs']:,.0f} tokens per {unit} per second\n"
+        f"  MFU: {percent(row['mfu_causal'])} causal, {percent(row['mfu_full'])} full\n"
+        f"  percent of kernel bound: {percent(row['bound_ratio'])}\n"
+        f"  plan: {row['plan_in_words']}\n"
+        f"  train by it: {row['train_command']}"
     )
 
 
@@ -1315,17 +1411,18 @@ def split_nodes(args: argparse.Namespace) -> None:
         args.flags += f" --host-memory {int(host_budget(nodes, None))}"
 
 
-def results_file(args: argparse.Namespace, gpu: bool, command: str, hardware: str) -> Path:
+def results_file(args: argparse.Namespace, gpu: bool, hardware: str) -> Path:
     """Return the file that a command writes on this hardware.
 
-    Example: results/long-seq-64k-4xh200.json for `bench.py long --seq 64K` on 4 H200s.
+    Example: results/2026-11-4xh200/long.jsonl for `bench.py long --seq 64K` on 4 H200s.
     """
     folder = Path(args.out or HERE / ("results" if gpu else "out/results"))
     if args.profile:
         return folder / f"profiles/{args.profile}.json"
-    short_hardware = re.sub("NVIDIA | [0-9]+GB.*| ", "", hardware)
-    words = re.findall(r"[a-z0-9.]+", f"{command} {short_hardware}".lower())
-    return folder / f"{'-'.join(words)}.json"
+    # "4 x NVIDIA H200" -> "4xh200", "NVIDIA H100 80GB HBM3" -> "h100"
+    machine = re.sub("NVIDIA | [0-9]+GB.*| ", "", hardware).lower()
+    machine = "-".join(re.findall(r"[a-z0-9.]+", machine))
+    return folder / f"{time.strftime('%Y-%m')}-{machine}" / f"{args.table}.jsonl"
 
 
 def main() -> None:
@@ -1346,7 +1443,7 @@ def main() -> None:
     command = f"--profile {args.profile}"
     if not args.profile:
         command = " ".join([args.table, *args.given.values()])
-    file = results_file(args, gpu, command, hardware)
+    file = results_file(args, gpu, hardware)
     on_rank_0(train.try_folder, str(file.parent))  # fails now rather than after the first row
 
     about = {

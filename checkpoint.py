@@ -37,6 +37,9 @@ of each file, and nothing that is read can run code.
     load_checkpoint(states, saved)               read this rank's parts
     saver = Saver(out, keep, states)             saver.begin(meta), saver.finish()
 
+    saved = choose_in_one_process(folder)        the same without ranks, as sample.py reads
+    read = open_weights(saved)                   read(name) -> a whole weight
+
 Left out: checkpoints in several places. hf.py reads and writes Hugging Face's folders.
 """
 
@@ -51,7 +54,7 @@ import shutil
 import threading
 import time
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -338,7 +341,7 @@ def overlaps(one: TensorSlice, two: TensorSlice) -> bool:
     return meet(one.cols, two.cols) and any(meet(a, b) for a in one.rows for b in two.rows)
 
 
-def check_files(saved: Checkpoint) -> None:
+def check_files(saved: Checkpoint, rank: int = 0, world: int = 1) -> None:
     """Compare the checksums of the files. Rank r reads the files that ranks r, r + world size, and
     so on have saved. If the run has the same ranks and factors, with os = ranks and tp = 1, rank r
     then resumes from these very files, which are in the system's cache by then. Raises OSError, or
@@ -354,7 +357,7 @@ def check_files(saved: Checkpoint) -> None:
     own = []
     for name in saved.meta["files"]:
         saved_rank = int(name.split("-")[1])  # rank-00003-0.safetensors
-        if saved_rank % dist.get_world_size() == dist.get_rank():
+        if saved_rank % world == rank:
             own.append(name)
     with ThreadPoolExecutor() as pool:
         list(pool.map(check, own))
@@ -419,17 +422,53 @@ def fill(values: Tensor, parts: list[SavedPart], first: int) -> None:
 
 
 def read_whole(state: SavedState, dtype: torch.dtype) -> Tensor:
-    """Return the whole matrix of a state, assembled from all of its slices."""
+    """Return the whole tensor of a state, assembled from all of its slices."""
     whole = torch.empty(state.shape, dtype=dtype)
-    rows, cols = state.shape
-    everything = TensorSlice(state.shape, ((0, rows),), (0, cols))
     for tp_slice, parts in state.parts.items():
         if tp_slice is None:
-            tp_slice = everything
+            fill(whole.view(-1), parts, 0)
+            continue
         values = whole.new_empty(math.prod(tp_slice.shape))
         fill(values, parts, 0)
         tp_slice.insert(values.view(tp_slice.shape), whole)
     return whole
+
+
+def open_weights(
+    saved: Checkpoint, shapes: dict[str, tuple], state_name: str = "master"
+) -> Callable[[str], Tensor]:
+    """Check that a checkpoint has exactly the weights of a model. Return read(name) -> the whole
+    weight in float32, on the CPU.
+
+    A weight is read when read() is called. shapes: of LLaMA.shapes. state_name: the state that
+    holds the weight, Optimizer.exported for what an export would write. Both functions raise
+    ValueError, read() also for values that are not finite.
+    """
+    states = open_parts(saved)
+    weights = {}
+    for name, state in states.items():
+        kind, _, weight = name.partition(".")
+        if kind == state_name:
+            weights[weight] = state
+    wrong = [
+        name
+        for name in sorted(shapes.keys() | weights.keys())
+        if name not in shapes or name not in weights or weights[name].shape != shapes[name]
+    ]
+    if wrong:
+        dots = ", ..." if len(wrong) > 4 else ""
+        raise ValueError(
+            f"{saved.folder} is of another model than this one: {', '.join(wrong[:4])}{dots} "
+            "differ. Read it with the files of the project that trained it"
+        )
+
+    def read(name: str) -> Tensor:
+        values = read_whole(weights[name], torch.float32)
+        if not is_finite(values):
+            raise ValueError(f"{saved.folder}: {name} has values that are not finite")
+        return values
+
+    return read
 
 
 def is_finite(values: Tensor) -> bool:
@@ -600,12 +639,30 @@ def choose_checkpoint(out: Path, resume: str) -> Checkpoint | None:
         if saved is None:
             return None
         try:
-            all_or_none(check_files, saved)
+            all_or_none(check_files, saved, dist.get_rank(), dist.get_world_size())
             return saved
         except ConfigError as e:
             if resume not in ("auto", "latest"):
                 raise
             print0(f"passed over: {e}")
+            passed_over.append(saved.folder)
+
+
+def choose_in_one_process(folder: Path) -> Checkpoint:
+    """Return the checkpoint in a folder step-N, or the newest whole checkpoint of a run's folder
+    OUT, with all checksums compared. Needs no ranks. Raises ValueError, or OSError."""
+    if (folder / "meta.json").exists():
+        saved = open_checkpoint(folder)
+        check_files(saved)
+        return saved
+    passed_over = []
+    while True:
+        saved = find_checkpoint(folder, "latest", passed_over)
+        try:
+            check_files(saved)
+            return saved
+        except ValueError as e:
+            print(f"passed over: {e}")
             passed_over.append(saved.folder)
 
 

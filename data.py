@@ -12,7 +12,7 @@ Training draws each window once per epoch. The order of epoch e is a permutation
 (seed, e) only. So a sample's number i, counted since step 0, decides which window it is, whatever
 the number of ranks. A resumed run needs only the number of samples that it has seen.
 
-    corpus, val_corpus = open_corpus("stdlib")
+    corpus, val_corpus = open_corpus("transformers")
     train, val = split(corpus, val_corpus, seq=256, seed=0)
     train.sample(0).tokens              # (T + 1,) int64: the first sample of step 0
     train.sample(0).counts              # (T + 1,) bool: which of them count as labels
@@ -58,6 +58,7 @@ import tempfile
 import zlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
+from importlib import metadata
 from pathlib import Path
 from typing import NamedTuple
 
@@ -189,7 +190,7 @@ def parse_mixture(data: str) -> list[Source]:
     """
 
     def exists(path: str) -> bool:
-        return path == "stdlib" or os.path.exists(path)
+        return path in BUILT_IN or os.path.exists(path)
 
     if exists(data) or not re.search("[,:]", data):
         return [Source(data, 1.0)]
@@ -235,7 +236,7 @@ def find_files(data: str, leave_out: Iterable[str | Path] = ()) -> tuple[list[Pa
     """Return the sorted files of a source to train on, and its files for validation: [val.bin] or
     [].
 
-    data: a file, a folder, or "stdlib" for the sources of Python's standard library.
+    data: a file, a folder, or a name of BUILT_IN.
     leave_out: folders that the run writes. If `data` is a folder, no file in these folders is
     taken, even if a link leads to it.
 
@@ -244,8 +245,8 @@ def find_files(data: str, leave_out: Iterable[str | Path] = ()) -> tuple[list[Pa
     ValueError if there are no files, and OSError if a folder cannot be read.
     """
     root = Path(data)
-    if data == "stdlib":
-        files = list(stdlib_files())
+    if data in BUILT_IN:
+        files = list(BUILT_IN[data]())
     elif root.is_file():
         files = [root]
     elif root.is_dir():
@@ -301,23 +302,121 @@ def walk(root: Path, leave_out: list[Path]) -> list[Path]:
     return sorted(found.values())
 
 
+# ---------------------------------------------------------------------------- built-in data
+#
+# The default data are Python files that everybody has: those of the package transformers, in the
+# version that requirements.txt pins. So everybody sees the same losses.
+
+PACKAGE = "transformers"
+PACKAGE_VERSION = "5.23.0"
+PACKAGE_BYTES = 8_000_000  # the package has more: the last files in the order of names are left out
+PACKAGE_CRC32 = 3077760862  # of all files, one after the other
+
+
+class PackageFiles(NamedTuple):
+    """The files of --data transformers on this machine."""
+
+    files: tuple[Path, ...]
+    difference: str  # how they differ from what everybody has, as a sentence; "" if they do not
+
+
+@functools.cache
+def package_files() -> PackageFiles:
+    """Return the package's Python files, sorted by name: as many whole files as fit into
+    PACKAGE_BYTES.
+
+    Nothing is imported. The package's RECORD, which pip writes, lists its files. Files that the
+    user has added to its folder are not in this list. If there is no package, the files are those
+    of Python's standard library.
+    """
+    try:
+        package = metadata.distribution(PACKAGE)
+        listed = package.files or []
+    except metadata.PackageNotFoundError:
+        return PackageFiles(
+            stdlib_files(),
+            f"{PACKAGE} is not installed, so the files of this Python's standard library are read",
+        )
+    names = [
+        str(file)
+        for file in listed
+        if file.suffix == ".py" and file.parts[0] == PACKAGE and ".." not in file.parts
+    ]
+
+    files = []
+    size = crc32 = 0
+    for name in sorted(names):
+        path = Path(package.locate_file(name))
+        if not is_text(path):
+            continue
+        content = path.read_bytes()
+        size += len(content)
+        if size > PACKAGE_BYTES:
+            break
+        files.append(path)
+        crc32 = zlib.crc32(content, crc32)
+
+    difference = ""
+    if not files:  # for example because the package is installed in editable mode
+        files = stdlib_files()
+        difference = (
+            f"{PACKAGE} is installed without a list of its files, so the files of this Python's "
+            "standard library are read"
+        )
+    elif package.version != PACKAGE_VERSION:
+        difference = f"{PACKAGE} {package.version} is installed, not {PACKAGE_VERSION}"
+    elif crc32 != PACKAGE_CRC32:
+        difference = f"files of {PACKAGE} {PACKAGE_VERSION} have been changed or removed here"
+    return PackageFiles(tuple(files), difference)
+
+
 @functools.cache
 def stdlib_files() -> tuple[Path, ...]:
-    """Return the sources of Python's standard library that are UTF-8 text, sorted."""
+    """Return the sources of Python's standard library that are UTF-8 text, sorted. They differ
+    between versions of Python, and between distributions of the same version."""
     root = Path(sysconfig.get_path("stdlib"))
     found = [*root.glob("*.py")]
     for package in sys.stdlib_module_names:  # leaves out site-packages
         found += (root / package).rglob("*.py")
 
-    def is_text(file: Path) -> bool:
-        try:
-            return "\0" not in file.read_text(encoding="utf-8")
-        except UnicodeDecodeError:  # some packages test other encodings
-            return False
-
     hidden = re.compile(r"(^|/)\.[^/]")
     files = {f for f in found if f.is_file() and not hidden.search(str(f.relative_to(root)))}
     return tuple(sorted(filter(is_text, files)))
+
+
+def is_text(file: Path) -> bool:
+    """Return whether a file can be read, and is UTF-8 text without a NUL byte."""
+    try:
+        return "\0" not in file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError):  # some packages test other encodings
+        return False
+
+
+# name in --data -> function that returns its files
+BUILT_IN = {
+    "transformers": lambda: package_files().files,
+    "stdlib": stdlib_files,
+}
+
+
+def built_in_notes(paths: Iterable[str]) -> list[str]:
+    """Return what a user should know about the built-in data among these paths, as sentences."""
+    notes = []
+    for path in paths:
+        if path not in BUILT_IN:
+            continue
+        if path == "stdlib":
+            notes.append(
+                "--data stdlib: the losses depend on the version of Python. --data transformers "
+                "gives everybody the same losses"
+            )
+        elif difference := package_files().difference:
+            notes.append(f"{difference}. So the losses will differ from those in README")
+        if os.path.exists(path):
+            notes.append(
+                f"--data {path} is built-in data, not the {path} in this folder. That is ./{path}"
+            )
+    return notes
 
 
 # ---------------------------------------------------------------------------- what is text

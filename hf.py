@@ -23,6 +23,8 @@ and 8 K/V heads of 128 features:
     blocks.0.gate_up.weight   mlp.gate_proj.weight       14336 x 4096          0 .. 14335
     28672 x 4096              mlp.up_proj.weight         14336 x 4096      14336 .. 28671
 
+A tied model (ModelConfig.tied) has no head of its own, neither here nor in files.
+
 So an import concatenates the rows of theirs, and an export splits ours (parts_of). HF_NAMES lists
 all names. If you add a weight to the model, add a row there. This works if one of the FAMILIES
 has such a weight. If none has it, LLaMA.own_weights can name it, and LLaMA.export_weight merges it

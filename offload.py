@@ -23,7 +23,7 @@ Of the n layers, the last k are *resident*, which means that they copy nothing t
     first n - k    are swapped        a fraction alpha of chunks is swapped, the rest recomputed
     last k         stay on the GPU    as many chunks as fit are kept, the rest recomputed
 
-Example (results/long-256k-4xh200.json): 7B, 256K tokens on four H200s. Each GPU has 64K tokens, in
+Example (results/2026-11-4xh200): 7B, 256K tokens on four H200s. Each GPU has 64K tokens, in
 four chunks per layer. In a layer x takes 0.5 GiB per GPU, o and lse 0.5 GiB, S_others 4.7 GiB. The
 last 14 layers (k = 14) keep everything, 80 GiB. The first 18 layers swap everything (alpha = 1) to
 102.5 GiB of host memory. Nothing is recomputed. planner.py chooses these numbers

@@ -1677,7 +1677,7 @@ def tokenise_data(
     Returns the path of the .bin file, and the id that ends each document (-1: none). If `data` has
     .bin files already, returns `data` itself and -1.
 
-    data             one source of train.py's --data: a file, a folder, or "stdlib"
+    data             one source of train.py's --data: a file, a folder, or built-in data
     folder           the tokenizer's folder
     document_token   train.py's --document-token; None: auto. If the tokenizer has an end token,
                      that is written, and another id here is refused. If it has none, this id is

@@ -98,7 +98,8 @@ and head (ModelConfig.tied). A backward pass adds two contributions to its gradi
 first, and the embedding's last. So its reduction starts at the end of the pass, where little
 computation is left to hide it. What else it costs, for S elements on one rank:
 
-    gathered weight    one buffer instead of two. Only the embedding gathers; the head finds it
+    gathered weight    one buffer instead of two. No layer uses it, so the matrix that the embedding
+                       has gathered is still there when the head needs it
     whole gradient     one buffer instead of two, but in float32, since two contributions add up
     states, messages   those of one matrix instead of two
 

@@ -1456,7 +1456,8 @@ EXAMPLE_MODES = """
 MORE_EXAMPLES = """
 1 block=geglu keep=mixed
 2 block=geglu tp=2 mode=mtp
-1 optimizer=ema place=host
+1 block=gemma tied=1
+2 optimizer=ema tied=1 pp=2 place=host
 2 block=gemma kernel=local optimizer=ema pp=2 os=1 keep=swapped         # all at once
 2 block=gemma kernel=local optimizer=ema sp=2 p=2 g=2 os=2
 """.strip().splitlines()

@@ -1,6 +1,6 @@
 """Train a language model on one device or on many, under a plan that a planner chooses.
 
-    python train.py                                   a laptop: a tiny model on Python's own sources
+    python train.py                                   a laptop: a tiny model on Python sources
     torchrun --nproc_per_node 8 train.py --model 7b   one process (a rank) per GPU, the same code
     python train.py --help                            every flag
 
@@ -16,19 +16,22 @@ gradients and optimizer states (p, g, os), which activations stay on the GPU, an
 
 For example, `python train.py --device cpu --seq 64 --batch 4 --steps 4` prints (shortened)
 
-    model: 1,869,504 parameters, 1.15e+07 FLOPs per token causal, 1.18e+07 full, at 64 tokens; ...
-    data stdlib: 14,399,194 tokens, 213,738 training and 11,249 validation sequences
-    plan: tp: 1; pp: 1; sp: 1; ring: 1; head groups: 1; batch: 1 x 1 x 4; states: p=1 g=1 os=1 ...
-    step 1/4 loss 5.9710 grad 5.190 lr 3.00e-03 TGS 839 0.31 s left 0:00:01
+    model: 1,869,504 parameters, on CPU, with attention kernel cpu. A token costs 1.15e+07 FLOPs ...
+    data transformers: 7,979,036 tokens, 118,439 training and 6,233 validation sequences
+    plan: a step is 1 data-parallel rank x 1 micro-batch x 4 sequences; model states are not ...
+    step 1/4 loss 6.0963 grad 6.336 lr 1.50e-04 TGS 3,140 0.08 s left 0:00:00
     ...
-    step 4/4 loss 3.5962 grad 1.967 lr 9.75e-04 TGS 1,840 0.14 s left 0:00:00 val_loss 3.0179
+    step 4/4 loss 4.6575 grad 3.169 lr 6.00e-04 TGS 2,460 0.10 s left 0:00:00 val_loss 4.3319
     saved out/step-00000004
+    Open out/loss.png for the losses of all steps. out/log.jsonl lists them
+    To read what the model writes: python sample.py out
+    To train on: python train.py --out out --resume --steps 8
 
 FLOPs "causal" count the half of attention's query-key pairs that a causal mask keeps, and "full"
-counts all pairs. `planner.choices` makes the plan line, and `print_plan` explains it. A step's line
-has its mean loss, the gradient's global norm before clipping, the learning rate, the tokens per GPU
-per second (TGS), the seconds of the step, and the time left. OUT/log.jsonl has the same numbers and
-more, one row per step.
+counts all pairs. `planner.choices` makes the plan line, and on a GPU `print_plan` explains it. A
+step's line has its mean loss, the gradient's global norm before clipping, the learning rate, the
+tokens per GPU per second (TGS), the seconds of the step, and the time left. OUT/log.jsonl has the
+same numbers and more, one row per step.
 
 SIGTERM, SIGINT, SIGHUP, SIGUSR1 or SIGUSR2 lets the run finish its step and save (checkpoint.py),
 and so does --stop-after when the time is nearly over. An evaluation is broken off. A run that has
@@ -49,7 +52,7 @@ rank, B sequences per micro-batch, b = M * B sequences per rank, T tokens per se
 on a rank, and n of these between matrix products: T/sp, or T/sp/tp if the tensor-parallel mode
 splits tokens.
 
-Left out: generation.
+Left out: generation, which is sample.py's work.
 """
 
 import contextlib
@@ -61,6 +64,7 @@ import math
 import os
 import re
 import resource
+import shlex
 import signal
 import sys
 import tempfile
@@ -99,6 +103,7 @@ from attention import (
 from data import (
     Mixture,
     block_shares,
+    built_in_notes,
     check_apart,
     check_same_ids,
     check_tokens,
@@ -165,6 +170,9 @@ EVAL_SEQUENCES = 64  # an evaluation runs at most this many sequences
 MAX_SKIPS = 5  # the run ends after this many non-finite steps in a row
 
 DECAY_FRACTION = 0.2  # --decay-steps auto: the decay of wsd as a fraction of the steps
+# --warmup auto: a quarter of the steps within these limits. With fewer steps than the lower one,
+# the first rates would be so high that the loss of a large model rises
+WARMUP_LIMITS = 20, 500
 
 # ---------------------------------------------------------------------------- flags
 
@@ -198,9 +206,10 @@ class Config(Constraints):
         "linear:FACTOR, llama3:FACTOR and yarn:FACTOR multiply the length that it reaches; a model "
         "that has one of these kinds keeps that kind. theta:BASE sets another base.")
     data: str = flag(
-        "stdlib", "Training data: stdlib (the sources of Python's library), a text file, a .bin "
-        "file of token ids, or a folder of texts or of .bin files, of which val.bin is for "
-        "validation. A list such as a.bin:0.7,b.bin:0.3 mixes several of them by weight. Without "
+        "transformers", "Training data: transformers (8 MB of Python files of that package, which "
+        "are the same for everybody), stdlib (the Python files of this Python's library), a text "
+        "file, a .bin file of token ids, or a folder of texts or of .bin files, of which val.bin "
+        "is for validation. A list such as a.bin:0.7,b.bin:0.3 mixes several by weight. Without "
         "--tokenizer the bytes of a text are its tokens. FILE.bin.json says what FILE.bin holds: "
         '{"token_bytes": 4, "document_token": 2, "ignore": 0} means that ids have 4 bytes, that '
         "token 2 ends documents, and that token 0 is never a label.")
@@ -217,7 +226,8 @@ class Config(Constraints):
         "3e-4.", 0, 1e30)
     schedule: str = flag(
         "cosine", "Learning rate after the warm-up. cosine: falls until the --steps of the first "
-        "command; a resumed run with more steps stays at the final rate. constant: stays at --lr. "
+        "command; a resumed run with more steps stays at the final rate, but if the first command "
+        "ended inside its warm-up, the rate falls until the new --steps. constant: stays at --lr. "
         "wsd (warm-up, stable, decay): stays at --lr, and falls in the last --decay-steps. If a "
         "run is resumed before the decay has begun, the decay moves to the end of the new --steps. "
         "After that its end does not change, and further steps stay at the final rate.",
@@ -228,8 +238,10 @@ class Config(Constraints):
     min_lr: float = flag(
         0.1, "Final learning rate of a decay, as a fraction of --lr.", 0, 1)
     warmup: int | None = flag(
-        None, "Steps of linear warm-up. auto: a quarter of the first command's --steps, at most "
-        "500.", 0, 2**40)
+        None, "Steps of linear warm-up, during which the learning rate rises to --lr. auto: a "
+        "quarter of the first command's --steps, but at least 20 and at most 500. So a run of up "
+        "to 20 steps ends inside its warm-up, unless --schedule wsd leaves fewer steps for it.",
+        0, 2**40)
     weight_decay: float = flag(0.1, "Weight decay of matrices. Norms and biases have none.", 0)
     clip: float = flag(
         1.0, "Largest global norm of the gradient. A larger gradient is scaled down to it. "
@@ -551,10 +563,14 @@ def lay_out_schedule(cfg: Config, resumed: checkpoint.Checkpoint | None) -> dict
     """Return the steps of the warm-up and of the whole schedule, as meta.json records them.
 
     A run's first command decides both, so that other --steps on resume cause no jump in the
-    learning rate. There is one exception. Before the decay of wsd begins, the rate does not depend
-    on the end of the schedule. So the end moves to the new --steps, also if the run changes to wsd
-    from another schedule. A resumed command may also set another --warmup. Example: a run has
-    begun with --schedule wsd --steps 100 --decay-steps 20.
+    learning rate. There are two exceptions, in which the rate has not depended on the end of the
+    schedule so far. Then the end moves to the new --steps:
+
+        The decay of wsd has not begun, or the run changes to wsd from another schedule.
+        The first command had so few steps that it ended inside its warm-up, and now there are more.
+
+    A resumed command may also set another --warmup. Example: a run has begun with --schedule wsd
+    --steps 100 --decay-steps 20.
 
         resumed at   with --steps   the decay
         60           200            begins at step 180
@@ -582,26 +598,37 @@ def lay_out_schedule(cfg: Config, resumed: checkpoint.Checkpoint | None) -> dict
                     f"and its decay of {old_decay} steps began at step {began}. Drop "
                     "--decay-steps, or resume a checkpoint from before the decay"
                 )
+        only_warmed_up = old["schedule_steps"] <= old["warmup_steps"]
+        if only_warmed_up and cfg.steps > old["schedule_steps"]:
+            moves = True
         if not moves:
             steps = old["schedule_steps"]
+
+    decay = decay_length(cfg.decay_steps, steps)
     if warmup is None:
-        warmup = min(steps // 4, 500)
+        least, most = WARMUP_LIMITS
+        warmup = min(max(steps // 4, least), most)
+        if SCHEDULES[cfg.schedule].stable:  # the decay needs its steps, also in a short run
+            warmup = min(warmup, max(0, steps - decay))
     if not cfg.steps > start_step:  # nothing is trained
         return {"warmup_steps": warmup, "schedule_steps": steps}
 
-    if warmup > steps:
+    if cfg.warmup is not None and warmup > steps:
         raise ValueError(
             f"--warmup {warmup} is longer than the {steps} steps of the schedule. Choose at most "
             f"--warmup {steps}"
         )
     earliest = max(warmup, start_step)  # the first step at which the decay may begin
-    decay = decay_length(cfg.decay_steps, steps)
     if SCHEDULES[cfg.schedule].stable and moves and earliest + decay > steps:
+        remedies = []
+        if steps > earliest:
+            remedies.append(f"at most --decay-steps {steps - earliest}")
+        if warmup > start_step and steps - decay >= start_step:
+            remedies.append(f"at most --warmup {steps - decay}")
         raise ValueError(
             f"--decay-steps: a decay of {decay} steps that ends with step {steps} would begin at "
             f"step {steps - decay}, which is before step {earliest}, the end of the warm-up or the "
-            f"start of this command. Choose at most --decay-steps {steps - earliest}, or more "
-            "--steps"
+            f"start of this command. Choose {', '.join([*remedies, 'or more --steps'])}"
         )
     return {"warmup_steps": warmup, "schedule_steps": steps}
 
@@ -815,7 +842,12 @@ def configure(command_flags: dict, local_rank: int) -> Run:
         validation=validation,
         start_step=start_step,
         start_samples=start_samples,
-        meta={"config": config, "model": asdict(model), "source": source},
+        meta={
+            "config": config,
+            "model": asdict(model),
+            "source": source,
+            "bytes_are_tokens": not cfg.tokenizer and reads_text(training),
+        },
         resumed=resumed,
         read_weights=read_weights,
     )
@@ -832,13 +864,13 @@ def print_run(run: Run, plans: list[costs.Plan]) -> None:
         for name, field in flags_of(cfg).items()
         if getattr(cfg, name) != field.default
     ]
-    print0("config:", *not_default)
+    print0("flags that differ from their defaults:", *not_default)
 
     causal, full = flops_per_token(model, cfg.seq)
     print0(
-        f"model: {param_counts(model)}, {causal:.3g} FLOPs per token causal, "
-        f"{full:.3g} full, at {cfg.seq:,} tokens; on {device_name(run.device)}, with attention "
-        f"kernel {run.kernel}"
+        f"model: {param_counts(model)}, on {device_name(run.device)}, with attention kernel "
+        f"{run.kernel}. A token costs {causal:.3g} FLOPs if attention counts each token's earlier "
+        f"tokens (causal), {full:.3g} if it counts all tokens of a sequence (full)"
     )
     if cfg.seq > model.max_positions:
         print0(
@@ -861,8 +893,16 @@ def print_run(run: Run, plans: list[costs.Plan]) -> None:
     elif any(file.document_token not in (None, -1) for file in files):
         documents = "; attention crosses documents, because --document-token is -1"
     print0(f"data {cfg.data}: {describe_sources(run, range(len(run.training.sources)))}{documents}")
+    for note in built_in_notes(source.path for source in parse_mixture(cfg.data)):
+        print0(note)
     print_mixture(run)
     print_plan(run, plans[1:] if cfg.dry_run else plans[1:2])
+
+
+def reads_text(training: Mixture) -> bool:
+    """Return whether all data are text, whose bytes are the tokens."""
+    files = [file for source in training.sources for file in source.corpus.files]
+    return all(file.is_text for file in files)
 
 
 def describe_sources(run: Run, numbers: Iterable[int]) -> str:
@@ -892,13 +932,56 @@ def print_mixture(run: Run) -> None:
         )
 
 
+def plan_in_words(plan: costs.Plan) -> str:
+    """Return the choices of a plan in one line. A way to split the model is left out if one rank
+    does it all.
+
+    Example: a step is 1 data-parallel rank x 1 micro-batch x 16 sequences; model states are not
+    sharded; activations: keep all
+    """
+
+    def counted(count: int, noun: str, plural: str) -> str:
+        return f"{count} {noun if count == 1 else plural}"
+
+    chosen = planner.choices(plan)
+    factors = [
+        counted(plan.dp, "data-parallel rank", "data-parallel ranks"),
+        counted(plan.micro_batches, "micro-batch", "micro-batches"),
+        counted(plan.micro_batch, "sequence", "sequences"),
+    ]
+    parts = [f"a step is {' x '.join(factors)}"]
+    for name in ("tp", "pp", "sp", "ring", "head groups"):
+        if chosen[name] != "1":
+            parts.append(f"{planner.TITLES[name]}: {chosen[name]}")
+    if plan.factors == costs.Factors(1, 1, 1) and plan.os_place == "gpu":
+        parts.append("model states are not sharded")
+    else:
+        parts.append(
+            f"shards of parameters (p), gradients (g), optimizer states (os): {chosen['states']}"
+        )
+    return "; ".join([*parts, f"activations: {chosen['activations']}"])
+
+
+def print_legend(run: Run) -> None:
+    """Print how to read the line of a step."""
+    unit = "GPU" if run.device.type == "cuda" else "rank"
+    text = (
+        "A step's line has its loss in nats per token, the gradient's norm before clipping, the "
+        f"learning rate, TGS (tokens per {unit} per second), "
+    )
+    if run.hardware.profile.peak_flops:
+        text += "MFU (model FLOPs as a fraction of the GPU's peak), "
+    text += "its seconds, and the time left."
+    if not (run.resumed or run.read_weights):
+        vocab = run.plan.model.vocab
+        text += f" The first loss is near ln {vocab} = {math.log(vocab):.1f}, as if by guessing"
+    print0(text)
+
+
 def print_plan(run: Run, other_plans: Sequence[costs.Plan] = ()) -> None:
     """Print what the plan chooses. On a GPU or in a dry run, also print the predicted time and
     memory of this plan and of others."""
-    print0(
-        f"plan: {planner.in_words(run.plan)} (batch: data-parallel ranks x micro-batches per rank "
-        "x sequences per micro-batch)"
-    )
+    print0(f"plan: {plan_in_words(run.plan)}")
     if run.device.type == "cuda" or run.cfg.dry_run:
         print0(planner.describe_plans([run.plan, *other_plans], run.hardware))
 
@@ -1823,6 +1906,8 @@ def train(
             log_row(log, {"step": state.step} | evaluation, f"step {state.step}")
         state.stop_reason = stop.reason
 
+    if state.step < cfg.steps and not state.stop_reason:
+        print_legend(run)
     progress = start_progress_thread(run, states)
     signals.begin_training()  # only now, because until here a signal may simply end the run
     if state.step < cfg.steps and not state.stop_reason:
@@ -1903,7 +1988,30 @@ def train(
     close_log(run, log, draw=not stop.reason)
     if cfg.export and state.step >= cfg.steps and state.skips_in_a_row < MAX_SKIPS:
         state.export_failed = export(run, states, state.step, saver.group)
-    return state.failure or saver.failed or state.export_failed
+    failure = state.failure or saver.failed or state.export_failed
+    if not failure and state.step > run.start_step:
+        print0(next_steps(run, state, drawn=not stop.reason))
+    return failure
+
+
+def next_steps(run: Run, state: LoopState, drawn: bool) -> str:
+    """Return the last lines of a run: what to open, and what to try next. drawn: whether the run
+    has drawn its losses."""
+    cfg, out = run.cfg, shlex.quote(run.cfg.out)
+    lines = []
+    if drawn:
+        lines.append(f"Open {out}/loss.png for the losses of all steps. {out}/log.jsonl lists them")
+
+    if state.last_saved_step == state.step:
+        knows_tokens = run.meta["bytes_are_tokens"] or cfg.tokenizer or cfg.import_folder
+        tokenizer = "" if knows_tokens else " --tokenizer DIR"
+        lines.append(f"To read what the model writes: python sample.py {out}{tokenizer}")
+        command = f"python train.py --out {out}"
+        if run.plan.ranks > 1:
+            command = "the same torchrun command with"
+        steps = f" --steps {2 * cfg.steps}" if state.step == cfg.steps else ""
+        lines.append(f"To train on: {command} --resume{steps}")
+    return "\n".join(lines)
 
 
 # ---------------------------------------------------------------------------- the program

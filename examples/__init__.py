@@ -2,9 +2,9 @@
 
 To switch one on, write `import examples.NAME` in train.py, below its other imports, and pass its
 flag. For example, `import examples.gemma` and `python train.py --architecture gemma`. A checkpoint
-records the flag, so a resumed run keeps it, and without the import it is refused by name. If you
-use planner.py with the same flag, write the same line there. To make a fork of your own, copy the
-module, rename its row, and edit it.
+records the flag, so a resumed run keeps it, and without the import it is refused by name. Write the
+same line in sample.py or planner.py to use them on such a model. To make a fork of your own, copy
+the module, rename its row, and edit it.
 
     NAME        what it changes                              flag and rows                  lines
     alibi       attention: each head has its own slope       --attention alibi                 42
@@ -12,7 +12,7 @@ module, rename its row, and edit it.
     ema         the optimizer also averages the weights,     --optimizer ema                   44
                 and an export writes the average
     gelu        the activation of the MLP, gated or not      --architecture gelu, geglu        59
-    gemma       the layer: four norms and GeGLU; the         --architecture gemma              46
+    gemma       the layer: four norms and GeGLU; the         --architecture gemma              48
                 embedding is scaled
     local       attention differs by layer: local and        --attention local                 51
                 global layers in turn

@@ -5,10 +5,10 @@ output, and a gate that a matrix computes from the layer's input. A weight of a 
 a Vector, never a module of torch.nn, because shard.py shards only these two.
 
 To switch it on, write `import examples.block` in train.py, below its other imports, and pass
-`--architecture fork`. Sharding, swapping, and sequence, tensor and pipeline parallelism find the new
-weights by themselves. `--init hf:DIR` and `--export` are refused, because Hugging Face's files have
-no names for these weights. To prove that a layer of your own is right, write it a second time in
-test_all.PlainLayer with modules of torch.nn, and run `pytest test_all.py`.
+`--architecture fork`. Sharding, swapping, and sequence, tensor and pipeline parallelism find the
+new weights by themselves. `--init hf:DIR` and `--export` are refused, because Hugging Face's files
+have no names for these weights. To prove that a layer of your own is right, write it a second time
+in test_all.PlainLayer with modules of torch.nn, and run `pytest test_all.py`.
 """
 
 import torch

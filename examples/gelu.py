@@ -5,9 +5,9 @@
     gelu     a = gelu(up)           not gated: `gate_up` has F rows instead of 2 F
 
 To switch it on, write `import examples.gelu` in train.py, below its other imports, and pass
-`--architecture gelu` or `--architecture geglu`. Token chunks and all kinds of parallelism follow. `--init hf:DIR`
-and `--export` are refused, because hf.py knows SwiGLU only. The planner counts SwiGLU's tensors and
-seconds, which for `gelu` is too much.
+`--architecture gelu` or `--architecture geglu`. Token chunks and all kinds of parallelism follow.
+`--init hf:DIR` and `--export` are refused, because hf.py knows SwiGLU only. The planner counts
+SwiGLU's tensors and seconds, which for `gelu` is too much.
 """
 
 import functools

@@ -2,18 +2,20 @@
 
     norms        before and after attention, and before and after the MLP: four instead of two
     activation   GeGLU instead of SwiGLU
-    embedding    multiplied by sqrt(C); a fresh one starts at 1 / sqrt(C), so the product starts at 1
+    embedding    multiplied by sqrt(C); a fresh one has the standard deviation 1 / sqrt(C)
 
-A norm multiplies by its weight, which starts at 1. Gemma's files hold the weight minus 1. Both train
-alike, because norms have no weight decay.
+A norm multiplies by its weight, which starts at 1. Gemma's files hold the weight minus 1. Both
+train alike, because norms have no weight decay.
 
-To switch it on, write `import examples.gemma` in train.py, below its other imports, and pass `--architecture
-gemma`. Sharding, token chunks, and sequence, tensor and pipeline parallelism follow. Autograd saves
-two more tensors (B, T, C) per layer, the inputs of the two new norms, and the planner counts them.
-`--init hf:DIR` and `--export` are refused, because hf.py knows no family with these norms.
+To switch it on, write `import examples.gemma` in train.py, below its other imports, and pass
+`--architecture gemma`. Sharding, token chunks, and sequence, tensor and pipeline parallelism
+follow. Autograd saves two more tensors (B, T, C) per layer, the inputs of the two new norms, and
+the planner counts them. `--init hf:DIR` and `--export` are refused, because hf.py knows no family
+with these norms.
 
-Left out: Gemma 2 caps attention's scores (that is a kernel, such as examples/local.py) and the
-logits (that is LLaMA.apply_head). Local and global layers in turn are examples/local.py.
+Left out: Gemma 2 caps attention's scores (write a kernel, as examples/local.py does) and the logits
+(edit LLaMA.apply_head). Gemma 3 has norms of q and k (ModelConfig.qk_norm). For local and global
+layers in turn, add examples/local.py.
 """
 
 from examples.gelu import GEGLU

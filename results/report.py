@@ -1,36 +1,45 @@
-"""Write the pages and pictures that show the files of results/.
+"""Fill the tables, sentences and pictures of README.md, results/*.md and docs/*.md from results files.
 
-    python results/report.py            write results/README.md, the pictures (pictures.py), and
-                                        the numbers of the project's README.md
+    python results/report.py            fill all pages, and draw the pictures (pictures.py)
     python results/report.py --check    write nothing; exit 1 if a page is not what it would write
 
-A results file is a JSON object that bench.py has written: command, hardware, versions, commit, and
-rows. A section of results/README.md shows the rows of one of bench.py's tables from all files. Its
-last sections show what the planner predicts: for the measured rows, and for what papers have
-published (scale.json, which scale.py writes).
+A page is Markdown that people write. In it, this file replaces the lines between `<!-- NAME -->` and
+`<!-- end -->`. NAME is a row of BLOCKS, and the words after it are its arguments. Example:
 
-In the project's README.md this file replaces the text between `<!-- NAME -->` and `<!-- end -->`
-for each NAME of BLOCKS. So no number on these pages is typed by hand, except in the notes below.
+    <!-- rows long cudnn -->        the rows of table long that ran cuDNN's attention
+    | what ran | hardware | ...
+    <!-- end -->
 
-Left out: measuring, which is bench.py's task; layer.png and shards.png, which show ideas.
+A results file is results/MONTH-MACHINE/TABLE.jsonl, and bench.py adds rows to it. Each line is a row:
+a JSON object with its label, its flags, what was measured, hardware, versions, commit and command.
+If a setting was measured again, the pages show the newest row. The others stay in the file.
+
+Rows without flags are *older*: they were measured before rows recorded their flags. Since then the
+engine has been rewritten in large parts, so the pages mark them.
+
+Left out: measuring, which is bench.py's task, and predictions for published results (scale.py).
 """
 
 import argparse
+import functools
 import json
 import re
+import shlex
 import sys
+import textwrap
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from textwrap import fill
 
 HERE = Path(__file__).parent
-sys.path.insert(0, str(HERE.parent))
+ROOT = HERE.parent
+sys.path.insert(0, str(ROOT))
 
 import pictures
 import torch
 
 import memplan
-from bench import as_text
+from bench import took_text
 from costs import Plan, nearest_kernel, predict
 from hardware import Profile, find_profile
 from model import MODELS
@@ -38,298 +47,483 @@ from offload import ActivationPlan
 from shard import STREAMS, Factors
 from streams import GIB
 
-# ---------------------------------------------------------------------------- tables
+# ---------------------------------------------------------------------------- rows
 
-INTRO = """# Results
 
-`python results/report.py` writes this page from the files beside it; do not edit it. Each row is a
-setting that was measured: a label, and flags of train.py. A setting that does not fit is a row,
-too. `-` means nothing, or not known.
+def read_rows(table: str = "*") -> list[dict]:
+    """Return the rows of a table from all results files, or those of all tables.
 
-| column | what it says |
-| --- | --- |
-| plan | the sharding factors p,g,os; k, the number of resident layers; alpha, the fraction that\
- the remaining layers swap; the token chunk; whether optimizer states (os) lie on the host |
-| M | micro-batches per step |
-| TGS | tokens per GPU and second |
-| MFU causal, MFU full | model FLOPs as a share of the GPU's peak. *causal* counts half of the attention\
- matrix. *full* also counts the half that the mask hides, so it may exceed 100%. Neither counts\
- recomputation |
-| bound, of bound | the causal MFU of a step's attention and matrix kernels when only they run; the\
- step's share of it |
-| GPU GiB | peak memory of a GPU, including what ranks map from each other, outside PyTorch's\
- allocator |
-| reserved GiB | the most that PyTorch's allocator held |
-| host GiB | peak memory of the machine's host |
-| predicted s | the prediction of the planner at the commit that measured |
+    Each row gets two more keys: "table", and "file", its file's path below results/. Raises
+    ValueError that names the file and the line that is no row.
+    """
+    rows = []
+    for path in sorted(HERE.glob(f"*/{table}.jsonl")):
+        name = f"{path.parent.name}/{path.name}"
+        for number, line in enumerate(path.read_text().splitlines(), 1):
+            try:
+                row = json.loads(line)
+                missing = {"label", "flags", "hardware", "versions", "commit"} - set(row)
+            except (ValueError, TypeError) as e:
+                raise ValueError(f"results/{name}, line {number} is no JSON object: {e}") from None
+            if missing:
+                raise ValueError(
+                    f"results/{name}, line {number} lacks {', '.join(sorted(missing))}"
+                )
+            rows.append(row | {"table": path.stem, "file": name})
+    return rows
 
-Below each table is the command that measured a file, with its commit. Later commits may name flags
-differently. A + behind the commit means that other changes were not committed yet. Attention is
-FlashAttention-4's or cuDNN's, as the file's line says.
 
-Not measured: bench.py's table parallel (tensor parallelism and pipelines beside data parallelism).
-"""
-TABLES = {  # table of bench.py -> what it shows, and how to read it
-    "step": """`python bench.py` measures steps of the largest model that fits a machine. When these
-rows were measured, the table had three more kinds of rows: a matrix product and attention, as a
-share of the data sheet's rate, and a step without its update.""",
-    "long": """One sequence runs over all GPUs. One exception: at 4K tokens on one GPU there are
-four sequences where the file says --batch 4. The labels say:
+def flag_values(flags: str) -> dict[str, str]:
+    """Return a row's flags by name. Of a flag that is given twice, the last value holds."""
+    words = shlex.split(flags)
+    return {flag: value for flag, value in zip(words, words[1:]) if flag.startswith("--")}
 
-* *ours*: as train.py plans it. *full recompute* runs all of a layer twice. *full swap* keeps two
-  layers resident and swaps all of the others. *host*: optimizer states lie on the host, and are
-  updated there. *planned memory*: --memplan on, which on one GPU is a CUDA graph. If a host takes
-  longer than its GPU, as at 4K tokens, a step with the graph takes only the GPU's time.
-* *fsdp2*: the same model code and attention kernel under PyTorch's fully_shard, with Ulysses over
-  NCCL. The next word says what is recomputed: nothing (*none*), all but attention (*selective*),
-  all but attention in every second layer (*half-selective*), every second layer (*half*), or every
-  layer (*full*).
-* *transformers*: that library's model, compiled. *fp32* has float32 weights under autocast. *bf16*
-  has weights and both moments in bfloat16, so its update reads and writes half as much. With
-  Liger's kernels (*liger*) the model is not compiled. *full* recomputes every layer.
 
-All peers take our number of micro-batches. Notes:
+KERNEL_NAMES = {"fa4": "FlashAttention-4", "cudnn": "cuDNN"}
 
-* The step of a million tokens is the first and only one of a run of train.py. The compilers' caches
-  were filled before. The first uses of kernels take 10 s of the step. Another 13 s are lost because
-  the GPU reaches its power limit and lowers its clock while attention runs. The file says more.
-* On four H200s at 32K tokens, 8 head groups per layer make the host slower than its GPU
-  ([long-groups](long-groups-32k-4xh200.json)): a step takes 1.13 s, and 1.04 s with 1, 2 or 4
-  groups. The planner of commit 2c332ea took 8, because it did not count the host's seconds.
-* On four H200s at 128K tokens our row runs layers whole. It takes 6% longer than predicted (an
-  older commit, with 4 head groups and whole weights, took 12% longer). We do not know why yet.
-* At 512K tokens, FSDP2 with selective recomputation ties with our step: both run at 95% of what
-  the kernels reach by themselves.
-* The measurement of two H100s at 64K tokens was stopped before all of its rows were done.""",
-    "ring": """One sequence runs over two GPUs, as train.py plans it: by heads only (*ring 1*,
-Ulysses), or by context (a ring). With *nodes=2* the two GPUs reach each other only by sockets over
-loopback. There, a ring sends the keys and values of llama3-8b, each a quarter as large as its
-queries, and attention hides this. Ulysses' all-to-alls send everything, and nothing hides them.""",
-    "offload": """7B with optimizer states on the host (75 GiB). They stream through the GPU for
-the update, either during the next forward, or exposed, which means that computation waits. Where
-they fit, a row with the states on the GPU stands beside them. Short sequences cannot hide 12 bytes per parameter
-to the GPU and 12 back.""",
-    "plans": """The planner's best plan for each tp, pp and sp. Here tp and pp are 1, so there is
-one row per sp. On two H100s the planner predicts the order of the two, but both take longer than it
-says. The profile's attention is FlashAttention-4's, and its network and its copies to the host are
-those of h200x2.""",
-    "shard": """Ours, by sharding factors p,g,os and by layout, beside four settings of FSDP2, with
-one and with eight micro-batches (M). With *nodes=2* GPUs of one machine act as two nodes, which
-reach each other only by sockets over loopback. That is slow, but it has two levels, as real
-networks have. The bound here is not of kernels: it is six layers on one GPU, without embedding,
-head, loss, optimizer or communication. At M = 8, FSDP2 like ZeRO-2 ties with the best of ours.""",
-    "overlap": """What each overlap saves with one micro-batch. The file also has M = 2, 4 and 8: at
-M = 8, p,g,os = 4,4,4 takes 12% longer without any overlap, and all other rows are within 1%. When
-this was measured, param_broadcast was called *spread*, and grad_reduce was called *reduce*.""",
-    "trace": """How much of a step's communication is exposed, which means that no computation hides
-it. [trace.json.gz](trace.json.gz), for chrome://tracing, is the profile of the last row: two steps
-of one GPU. [timeline.png](timeline.png) shows a part of it.""",
-    "memplan": """A step at planned addresses beside a step with PyTorch's allocator. *reserved* is
-the most that the allocator held. *planned* is the peak of the plan, which is proved optimal where
-it equals the lower bound. *hits* is the share of requests that met the plan. 7b/4 is four layers
-with everything else held. The requests and their addresses are in memplan-*.csv. The picture shows
-those of 64K tokens: each rectangle is a buffer, and lighter ones are larger. Forward fills the
-memory, and backward empties it.
 
-![planned addresses over time](memplan.png)""",
+def kernel_of(row: dict) -> str:
+    """Return the attention kernel that a row ran: "fa4" or "cudnn".
+
+    transformers calls PyTorch's attention, so cuDNN's. Older rows do not record their kernel. They
+    ran FlashAttention-4 where it was installed.
+    """
+    if row["label"].startswith("transformers"):
+        return "cudnn"
+    installed = "fa4" if "flash-attn-4" in row["versions"] else "cudnn"
+    return row.get("kernel") or installed
+
+
+def kernel_name(row: dict) -> str:
+    return KERNEL_NAMES.get(kernel_of(row), kernel_of(row))
+
+
+def is_older(row: dict) -> bool:
+    return row["flags"] is None
+
+
+def newest(rows: list[dict]) -> list[dict]:
+    """Return the rows without those whose setting was measured again later.
+
+    A setting is hardware, kernel, table, label and flags. Older rows have no flags, so they stay.
+    """
+    last = {}
+    for i, row in enumerate(rows):
+        key = i
+        if not is_older(row):
+            flags = tuple(sorted(flag_values(row["flags"]).items()))
+            key = (row["table"], row["hardware"], kernel_of(row), row["label"], flags)
+        last.pop(key, None)  # a row that replaces another one stands where it was measured
+        last[key] = row
+    return list(last.values())
+
+
+def num_gpus(row: dict) -> int:
+    """Return the GPUs of a row's machine. "4 x NVIDIA H200" are 4."""
+    count = re.match(r"(\d+) x ", row["hardware"])
+    return int(count[1]) if count else 1
+
+
+def gpu_of(row: dict) -> str:
+    return re.search("H[12]00", row["hardware"])[0]
+
+
+def hardware_of(row: dict) -> str:
+    """Return a row's hardware in words, for example "4 H200"."""
+    return f"{num_gpus(row)} {gpu_of(row)}"
+
+
+def tokens_text(tokens: int) -> str:
+    """Return a length in binary thousands: 65536 is "64K"."""
+    return f"{tokens // 1024:,}K" if tokens % 1024 == 0 else f"{tokens:,}"
+
+
+# ---------------------------------------------------------------------------- labels in words
+
+PEER_WORDS = {  # word of a peer's label -> what it says
+    "none": "recomputes nothing",
+    "half-selective": "recomputes all but attention in every second layer",
+    "selective": "recomputes all but attention",
+    "half": "recomputes every second layer",
+    "full": "recomputes every layer",
+    "host": "model states on the host",
+    "fp32": "float32 weights",
+    "bf16": "bf16 weights and states",
+    "liger": "Liger's kernels",
 }
-FORMER_TABLES = {"place": "offload", "nodes": "shard"}  # former name -> the table's name now
-CHECKS = """
-## Checks
-Each file is the result of one check on GPUs. bench.py no longer has these tables, because tests
-check the same on any machine.
-
-* [swap-h200](swap-h200.json), [2 GPUs](swap-2xh200.json), [4](swap-4xh200.json): 50 steps of a
-  small model whose layers keep, swap and recompute. All losses and norms are bit-equal between
-  alpha 0, 0.25 and 1, also if memory is poisoned after its use and copies start late. As a control
-  the waits were removed: then the loss stays at 10.5.
-* [races-2xh200](races-2xh200.json): pipelines whose layers swap, on two GPUs. Streams start late,
-  and memory is poisoned after its last use. In four cases, all of 80 rounds are bit-equal to a
-  round without delays. If one of three waits is removed, 2 to 11 of 11 rounds are wrong.
-* [curves-4xh200](curves-4xh200.json): 20 steps with every legal p,g,os, with both layouts, with M =
-  1 and 2. Losses differ by at most 0.0032 from those of the first setting, and norms by 0.065. If
-  the same setting runs again, they differ by up to 0.0007 and 0.0125.
-* [memory-4xh200](memory-4xh200.json): bytes of model states with every legal p,g,os. They are at
-  most 0.21 % off the formula.
-* [million-h200](million-h200.json): attention with more than 2^31 elements (1M tokens, 17 heads).
-  The last head's result is the same as if only that head is computed (dq within 2.6e-5). Rows past
-  the middle are within 0.25 % of the definition.
-* [first-weights-h200](first-weights-h200.json): what initial weights and a warm-up are worth, over
-  300 steps of train.py on bytes of Python's standard library. With embeddings of 1 and matrices of
-  1/sqrt(columns), as they are now, validation reaches 1.67 with 160m and 1.64 with 1b. With 0.02
-  everywhere it reaches 1.83 and 1.80. A warm-up of a quarter of the steps brings 1b to 1.39.
-"""
 
 
-def read(name: str) -> dict:
-    """Return the contents of a results file, by its name without .json."""
-    return json.loads((HERE / f"{name}.json").read_text())
+OUR_WORDS = (  # what a label of ours says -> in words. What the plan says, too, is left out
+    (r"^ours,? ?|,? ?ring \d|,? ?nodes=1|,? ?trace$|,? ?M=\d+", ""),
+    (r"^as planned$", ""),
+    (r"^states on the (host|GPU)$", r"optimizer states kept on the \1 by hand"),
+    (r"^(states on the host|updated) in the open$", "the host's update is exposed"),
+    (r"nodes=2", "2 nodes, which sockets connect"),
+    (r"\bspread\b", "param_broadcast"),  # the streams' names in older rows
+    (r"\breduce\b", "grad_reduce"),
+    (r"^none$", "no overlaps"),
+    (r"^plan (\d)$", r"the planner's choice number \1"),
+    (r"^--head-groups (\d)$", r"head groups: \1"),
+    (r"^[ ,]+|[ ,]+$", ""),
+)
 
 
-def markdown(rows: list[dict[str, str]], left: int = 2) -> str:
-    """Return a Markdown table. Its first `left` columns are aligned left, the others right."""
+def what_ran(row: dict) -> str:
+    """Return what a row measured, in words: the system, what its label says, and its plan."""
+    system, *words = re.split("[ ,]+", row["label"])
+    if system in ("fsdp2", "transformers"):
+        name = "FSDP2" if system == "fsdp2" else system
+        words = [PEER_WORDS.get(word, word) for word in words if not word.startswith("M=")]
+        return ", ".join([name, *words])
+
+    factors = None
+    label = row["label"]
+    if row.get("p"):
+        factors = Factors(row["p"], row["g"], row["os"])
+    elif match := re.search(r"(\d+),(\d+),(\d+) ?", label):  # only older labels name the factors
+        label = label.replace(match[0], "")
+        factors = Factors(*map(int, match.groups()))
+    for pattern, words in OUR_WORDS:
+        label = re.sub(pattern, words, label)
+    texts = [label] if label else []
+    return "; ".join(["this project", *texts, *plan_texts(row, factors)])
+
+
+def plan_texts(row: dict, factors: Factors | None) -> list[str]:
+    """Return what a row's plan says, in words: who shares a sequence, who holds what, and what
+    layers save."""
+    texts = []
+    sp, ring = row.get("sp", 1), row.get("ring", 1)
+    if sp > 1:
+        rings = {1: "", sp: " in a ring"}.get(ring, f" in rings of {ring}")
+        texts.append(f"{sp} GPUs share the sequence{rings}")
+    if factors and num_gpus(row) > 1:
+        texts.append(factors_text(factors))
+    if row.get("recompute") == "full":
+        texts.append("every layer is recomputed")
+    elif row.get("activations"):
+        texts.append(activations_text(ActivationPlan(**row["activations"])))
+    elif "activations" in row:
+        texts.append("all layers stay on the GPU")
+    if row.get("os_place") == "host":
+        texts.append("optimizer states on the host")
+    return texts
+
+
+def factors_text(factors: Factors) -> str:
+    """Return the sharding factors in words. Example: 1,4,4 is "gradients and optimizer states in 4
+    parts"."""
+    by_parts = {}
+    for name, parts in (
+        ("parameters", factors.p),
+        ("gradients", factors.g),
+        ("optimizer states", factors.os),
+    ):
+        by_parts.setdefault(parts, []).append(name)
+    texts = [
+        f"{', '.join(names[:-1])}{' and ' if names[:-1] else ''}{names[-1]} in {parts} parts"
+        for parts, names in by_parts.items()
+        if parts > 1
+    ]
+    return ", ".join(texts) or "every GPU holds all model states"
+
+
+def activations_text(plan: ActivationPlan) -> str:
+    """Return what layers save, in words. Example: "20 layers stay on the GPU (74% of their chunks);
+    the other 12 swap x, o and 23% of their chunks"."""
+    kept = plan.kept_chunks / max(1, plan.resident * plan.chunks)
+    text = f"{plan.resident} layers stay on the GPU"
+    if plan.resident == plan.layers:
+        text = "all layers stay on the GPU"
+    if kept == 0:
+        text += " with x and o only"
+    elif kept < 1:
+        text += f" with {kept:.0%} of their chunks"
+    if plan.stride > 1:
+        text += f", one in {plan.stride} with x"
+    if plan.swapped_layers:
+        share = f", o and {plan.alpha:.0%} of their chunks" if plan.alpha else " and o"
+        text += f"; the other {plan.swapped_layers} swap x{share}"
+    if plan.layers_recomputing_attention:
+        text += f"; {plan.layers_recomputing_attention} layers run attention twice"
+    return text
+
+
+# ---------------------------------------------------------------------------- tables of rows
+
+
+def number(name: str, form: str) -> Callable[[dict], str]:
+    """Return a function that formats a row's value, "-" if there is none."""
+
+    def text(row: dict) -> str:
+        value = row.get(name)
+        return "-" if value is None else format(value, form)
+
+    return text
+
+
+def commit_text(row: dict) -> str:
+    return row["commit"] + (", older" if is_older(row) else "")
+
+
+def flags_text(row: dict) -> str:
+    if is_older(row):
+        return "-"
+    return " ".join(f"`{name} {value}`" for name, value in flag_values(row["flags"]).items())
+
+
+COLUMNS = {  # title -> what it says of a row
+    "what ran": what_ran,
+    "hardware": hardware_of,
+    "model": lambda row: row["model"],
+    "tokens": lambda row: tokens_text(row["seq"]),
+    "sequences": number("batch", ""),
+    "micro-batches": lambda row: str(row.get("micro_batches") or 1),
+    "step, s": took_text,
+    "predicted, s": number("predicted_s", ".4g"),
+    "tokens/s per GPU": number("tgs", ",.0f"),
+    "MFU, causal": number("mfu_causal", ".1%"),
+    "of bound": number("bound_ratio", ".1%"),
+    "GPU GiB": number("gpu_gib", ".1f"),
+    # some older rows say 0 where others say nothing
+    "host GiB": lambda row: f"{row['host_gib']:.1f}" if row.get("host_gib") else "-",
+    "communication, ms": number("communication_ms", ".1f"),
+    "exposed, ms": number("exposed_ms", ".1f"),
+    "requests": number("requests", ","),
+    "reserved GiB": number("reserved_gib", ".2f"),
+    "planned GiB": number("planned_peak_gib", ".2f"),
+    "lower bound": number("lower_bound_gib", ".2f"),
+    "solved in, s": number("solve_s", ".2f"),
+    "hits": number("hit_requests", ".2%"),
+    "commit": commit_text,
+    "flags": flags_text,
+}
+LEFT = ("what ran", "hardware", "model", "flags")  # columns that are aligned left
+TABLE_COLUMNS = {  # table of bench.py -> its columns between "tokens" and "commit"
+    "step": ["step, s", "tokens/s per GPU", "MFU, causal", "GPU GiB"],
+    "long": ["sequences", "step, s", "tokens/s per GPU", "MFU, causal", "of bound", "GPU GiB", "host GiB"],
+    "ring": ["step, s", "tokens/s per GPU", "MFU, causal", "of bound", "GPU GiB"],
+    "offload": ["step, s", "tokens/s per GPU", "MFU, causal", "of bound", "GPU GiB", "host GiB"],
+    "plans": ["micro-batches", "step, s", "predicted, s", "MFU, causal", "of bound", "GPU GiB"],
+    "shard": ["micro-batches", "step, s", "tokens/s per GPU", "MFU, causal", "of bound", "GPU GiB"],
+    "overlap": ["micro-batches", "step, s", "tokens/s per GPU", "MFU, causal", "GPU GiB"],
+    "trace": ["step, s", "communication, ms", "exposed, ms", "GPU GiB"],
+    "memplan": [
+        *["step, s", "requests", "reserved GiB", "planned GiB", "lower bound", "solved in, s", "hits"]
+    ],
+}  # fmt: skip
+
+
+def markdown(rows: list[dict[str, str]], left: tuple[str, ...] = LEFT) -> str:
+    """Return a Markdown table of cells. The columns `left` are aligned left, the others right."""
     titles = list(rows[0])
-    aligned = ["---"] * left + ["--:"] * (len(titles) - left)
-    lines = [titles, aligned]
+    lines = [titles, ["---" if title in left else "--:" for title in titles]]
     lines += [row.values() for row in rows]
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
-def as_cells(rows: list[dict]) -> list[dict[str, str]]:
-    """Return each row as {title: cell}, as bench.py prints it.
-
-    Files of different ages say the same in different ways. Here no host memory is None, never 0,
-    and a row without micro_batches has one.
-    """
-    same_form = [
-        row
-        | {
-            "host_gib": row.get("host_gib") or None,
-            "micro_batches": row.get("micro_batches", 1),
-        }
-        for row in rows
-    ]
-    titles, lines = as_text(same_form)
-    return [
-        dict(zip(titles, line)) | {"file": row.get("file", "")} for row, line in zip(rows, lines)
-    ]
-
-
-def section(name: str) -> str:
-    """Return the section of one of TABLES: its note, its rows in all files, and their commands."""
+def shown(table: str, kernel: str = "") -> list[dict]:
+    """Return the rows of a table that the pages show, in order: the newest of each setting."""
     rows = []
-    sources = []
-    for path in sorted(HERE.glob("*-*.json")):
-        file = read(path.stem)
-        table = re.search(r"(?<=bench\.py )[\w-]+|$", file["command"])[0]
-        if FORMER_TABLES.get(table, table) != name:
-            continue
-        for row in file["rows"]:
-            # older files have the bound as rows of its own; it is a column here
-            is_bound = row["system"] in ("kernels alone", "bound")
-            left_out = name == "overlap" and row["micro_batches"] != 1
-            if not is_bound and not left_out:
-                rows.append(row | {"file": path.stem})
-        kernel = "FlashAttention-4" if "flash-attn-4" in file["versions"] else "cuDNN"
-        sources.append(
-            f"* [{path.stem}]({path.name}): {file['hardware']}, {kernel}, measured "
-            f"by `{file['command']}` as of commit {file['commit']}\n"
-        )
-
+    for row in newest(read_rows(table)):
+        # older files have the bound as rows of its own; here it is a column
+        is_bound = row["label"] in ("kernels alone", "bound")
+        other_kernel = kernel and kernel_of(row) != kernel
+        # with more micro-batches the overlaps of this table make no difference
+        left_out = table == "overlap" and row["micro_batches"] != 1
+        if not (is_bound or other_kernel or left_out):
+            rows.append(row)
     # rows that are equal in these keep the order in which they were measured
-    rows.sort(key=lambda row: (row["model"], row.get("gpus", 0), row["seq"]))
-    return f"\n## {name}\n{TABLES[name]}\n\n" + markdown(as_cells(rows)) + "\n" + "".join(sources)
+    rows.sort(key=lambda row: (num_gpus(row), gpu_of(row), row["model"], row["seq"]))
+    return rows
 
 
-SCALE = {  # key of scale.json -> how to read its table
-    "choices": """### Choices of sharding factors
-The papers' choices of p,g,os, costed here beside the best plan under the same restrictions. For
-AMSP these are 4M tokens per step, micro-batches of one sequence of 4,096 tokens, only data
-parallelism, layers whole (30B: full recomputation), layout *inter*, and all overlaps. For InternEvo
-they are 256K tokens and 16 sequences per step, and its os is read as a factor beyond p.
+def rows_table(table: str, kernel: str = "") -> str:
+    """Return a table of rows, and the commands that measured them.
 
-All of the papers' choices fit. The choice for 7B is the best or ties with it, and the choice for
-30B ties at 64 GPUs. The others are near:
-
-* *13B*: p = 1 fits here, because a layer keeps 22.8 bytes per token and unit of width. With the 34
-  bytes that InternEvo counts, it would need 9 GiB more and would not fit.
-* *30B* on 1024 GPUs: by the profile, all-gathers of weights over 8 nodes hide under computation.
-  The profile has the bandwidth of the wires and the latencies of NCCL. The paper's ZeRO-3 falls to
-  an MFU of 4 % (below), so its gathers across nodes were much slower than the profile says.
-* *InternEvo*: fewer ranks per sequence have room for all skeletal activations, again with 22.8
-  bytes instead of 34. If layers swap, a sequence fits 8 ranks of one node, whose all-to-alls cross
-  no NIC.""",
-    "table_5": """### AMSP's table V
-TGS of AMSP's choices on 64 GPUs, by overlap and micro-batches (M), predicted / published, and the
-seconds that one more micro-batch takes. Nothing is fitted to this table.
-
-Micro-batches are predicted too fast. One reason is that 245 TFLOP/s of all products is an
-assumption, another that element-wise kernels count as fused. For 7B at M = 1, the paper's MFU and
-TGS disagree by 9%.""",
-    "figures": """### AMSP's figures 11 and 12
-MFU in % (Megatron's FLOPs with attention in full, of 312 TFLOP/s) on 8 to 1024 GPUs, predicted /
-**published**, with 4M tokens per step and micro-batches of one sequence. As the paper says of
-DeepSpeed, param_broadcast is not overlapped, nor are reduce-scatters of ZeRO-3 and MiCS. *ours* is
-the planner's first choice, with AMSP's published number beside it. The published numbers are all
-that the paper's text has.
-
-Read the course of a row, not its level, and trust no prediction of an all-gather across all nodes:
-
-* All levels are predicted too high, because computation is predicted too fast (above). Ours on 1024
-  GPUs is also too high because it has other factors than AMSP's. MiCS is too high by more.
-* *ZeRO-3 on 1024 GPUs is predicted at nine times what was published (37 against 4 %).* Their step
-  took 15 s for 7B, which is 17 us for each hop of a ring of 1024. By NCCL's own model, from which
-  the profile is made, a hop takes 0.5 to 4 us. The paper does not say what made it so slow.
-* With MiCS's factors AMSP's engine reaches 39, 47 and 37%, and DeepSpeed's 35, 33 and 29%. So a
-  part of the difference is due to the engine, not to a bandwidth.""",
-    "memo": """### Memo's table 3 and figure 12(b)
-Causal MFU of 7B, predicted / **published**, on the same profile, although Memo's InfiniBand is
-twice as fast. The model here is LLaMA with its gated feed-forward, Memo's is GPT.
-
-The level at 1M tokens is no prediction: attention's rates above 32K tokens were assumed such that
-their mean is what the paper's 1M tokens imply. The course over the lengths is a prediction. Where
-layers keep all without swapping, Memo recomputed all but attention (alpha = 0). 8M tokens on 64
-GPUs fit with Ulysses only, over four nodes. Memo ran them with context parallelism.""",
-}
-
-
-def results_readme() -> str:
-    """Return results/README.md."""
-    scale = read("scale")
-    text = INTRO + "".join(map(section, TABLES)) + CHECKS + predictions()
-    text += (
-        "\n## Scale, by prediction\nNothing in this section was run. `python results/scale.py` asks"
-        " the planner the questions that others have measured on up to 1024 A800s. All numbers of"
-        " profiles/a800.json have their sources beside them.\n"
+    Raises ValueError if there are no such rows, or if they ran several attention kernels: rows of one
+    table should differ in one thing.
+    """
+    rows = shown(table, kernel)
+    if not rows:
+        raise ValueError(f"rows {table} {kernel}: no results file has such a row")
+    kernels = sorted({kernel_of(row) for row in rows})
+    if len(kernels) > 1:
+        raise ValueError(
+            f"rows {table}: these rows ran the attention kernels {', '.join(kernels)}. Write a "
+            f"table for each, for example rows {table} {kernels[0]}"
+        )
+    titles = ["what ran", "hardware", "model", "tokens", *TABLE_COLUMNS[table], "commit", "flags"]
+    cells = [{title: COLUMNS[title](row) for title in titles} for row in rows]
+    # a column in which no row has a value says nothing
+    titles = [title for title in titles if any(line[title] != "-" for line in cells)]
+    commands = {}
+    for row in rows:
+        commands[f"* {hardware_of(row)}, {row['commit']}: `{row['command']}`\n"] = None
+    return (
+        markdown([{title: line[title] for title in titles} for line in cells])
+        + "\n<details><summary>The commands that measured these rows, with the attention of "
+        + f"{kernel_name(rows[0])}</summary>\n\n"
+        + "".join(commands)
+        + "\n</details>\n"
     )
-    return text + "".join(f"\n{note}\n\n{markdown(scale[name])}" for name, note in SCALE.items())
+
+
+def versions() -> str:
+    """Return a list: which versions of packages have measured, in how many rows."""
+    counts = {}
+    for row in read_rows():
+        names = ("torch", "flash-attn-4", "transformers", "nvidia-nccl-cu13")
+        texts = [f"{name} {row['versions'][name]}" for name in names if name in row["versions"]]
+        text = f"Python {row['versions']['python']}, {', '.join(texts)}"
+        counts[text] = counts.get(text, 0) + 1
+    return "".join(f"* {text}: {count} rows\n" for text, count in sorted(counts.items()))
+
+
+# ---------------------------------------------------------------------------- ours and peers
+
+SHOWN = (  # the rows of README.md's table: hardware, model, tokens
+    ("1 H100", "1b", "16K"),
+    ("1 H100", "1b", "64K"),
+    ("1 H100", "1b", "256K"),
+    ("1 H200", "7b", "32K"),
+    ("2 H200", "7b", "64K"),
+    ("4 H200", "7b", "32K"),
+    ("4 H200", "7b", "128K"),
+    ("4 H200", "7b", "512K"),
+)
+
+
+def comparisons() -> dict[tuple[str, str, str], tuple[dict, dict]]:
+    """Return {(hardware, model, tokens): (our row, the fastest peer's row)}, one sequence per step.
+
+    Both are the newest rows of their settings. Ours is as planned, maybe with planned memory, and
+    never a setting that a person chose. The peer is the fastest of all that were tried.
+    """
+    fastest = {}
+    for row in newest(read_rows("long")):
+        if is_older(row) or not row.get("step_s") or row["batch"] != 1:
+            continue
+        peer = row["label"].startswith(("fsdp2", "transformers"))
+        if not peer and row["label"] not in ("ours", "ours planned memory"):
+            continue
+        by_system = fastest.setdefault(
+            (hardware_of(row), row["model"], tokens_text(row["seq"])), {}
+        )
+        best = by_system.get(peer)
+        if best is None or row["step_s"] < best["step_s"]:
+            by_system[peer] = row
+    return {
+        where: (by_system[False], by_system[True])
+        for where, by_system in fastest.items()
+        if len(by_system) == 2
+    }
+
+
+def ratio(ours: dict, peer: dict) -> float:
+    """Return a peer's step time over ours: above 1, ours is faster."""
+    return peer["step_s"] / ours["step_s"]
+
+
+def shown_comparisons() -> list[tuple[str, str, str, dict, dict]]:
+    """Return SHOWN with our row and the fastest peer's. Raises ValueError for one not measured."""
+    found = comparisons()
+    for where in SHOWN:
+        if where not in found:
+            raise ValueError(f"SHOWN: {where} was not measured; these were: {list(found)}")
+    return [(*where, *found[where]) for where in SHOWN]
+
+
+def speed() -> str:
+    """Return README.md's table: ours beside the fastest peer."""
+    return markdown(
+        [
+            {
+                "hardware": hardware,
+                "model": model,
+                "tokens": tokens,
+                "attention": kernel_name(ours),
+                "this project": f"{ours['step_s']:.4g} s, MFU {ours['mfu_causal']:.1%}",
+                "fastest peer": f"{peer['step_s']:.4g} s, MFU {peer['mfu_causal']:.1%}",
+                "which peer": what_ran(peer),
+                "ratio": f"{ratio(ours, peer):.2f}",
+            }
+            for hardware, model, tokens, ours, peer in shown_comparisons()
+        ],
+        left=("hardware", "model", "attention", "which peer"),
+    )
+
+
+def longest_row() -> dict:
+    """Return the fastest of our rows of the longest sequence that was measured."""
+    rows = [
+        row
+        for row in newest(read_rows("long"))
+        if row.get("step_s") and row["label"].startswith("ours")
+    ]
+    return min(rows, key=lambda row: (-row["seq"], row["step_s"]))
+
+
+def paragraph(text: str) -> str:
+    """Return text in lines of 100 columns."""
+    return textwrap.fill(text, 100, break_on_hyphens=False) + "\n"
+
+
+def claim() -> str:
+    """Return two sentences: the longest step, and the range of ratios to the fastest peers."""
+    longest = longest_row()
+    found = comparisons()
+    ratios = {where: ratio(*pair) for where, pair in found.items()}
+    least, most = min(ratios, key=ratios.get), max(ratios, key=ratios.get)
+    return paragraph(
+        f"{num_gpus(longest)} {gpu_of(longest)}s train LLaMA-7B on one sequence of "
+        f"{longest['seq']:,} tokens: a step takes {longest['step_s']:.0f} s, at "
+        f"{longest['mfu_causal']:.1%} causal MFU. In {len(ratios)} comparisons, the fastest peer at "
+        f"its best setting takes between {ratios[least]:.2f} times ({', '.join(least)}) and "
+        f"{ratios[most]:.2f} times ({', '.join(most)}) as long as this project."
+    )
+
+
+def normal() -> str:
+    """Return a sentence: between which values our MFU and our percent of the bound lie."""
+    rows = [ours for ours, _ in comparisons().values()]
+    texts = []
+    for name in ("mfu_causal", "bound_ratio"):
+        values = [row[name] for row in rows]
+        texts.append(f"between {min(values):.0%} and {max(values):.0%}")
+    lengths = sorted(row["seq"] for row in rows)
+    return paragraph(
+        f"In our rows of {tokens_text(lengths[0])} to {tokens_text(lengths[-1])} tokens on H100s and "
+        f"H200s, MFU is {texts[0]}, and the percent of the bound {texts[1]}."
+    )
+
+
+def all_comparisons() -> str:
+    """Return a table of every comparison with the fastest peer, from few GPUs to many."""
+
+    def size(where: tuple[str, str, str]) -> tuple:
+        return *where[:2], int(where[2].rstrip("K").replace(",", ""))
+
+    found = comparisons()
+    return markdown(
+        [
+            {
+                "hardware": where[0],
+                "model": where[1],
+                "tokens": where[2],
+                "attention": kernel_name(found[where][0]),
+                "ours, s": f"{found[where][0]['step_s']:.4g}",
+                "fastest peer, s": f"{found[where][1]['step_s']:.4g}",
+                "which peer": what_ran(found[where][1]),
+                "ratio": f"{ratio(*found[where]):.2f}",
+            }
+            for where in sorted(found, key=size)
+        ],
+        left=("hardware", "model", "attention", "which peer"),
+    )
 
 
 # ---------------------------------------------------------------------------- predictions
-
-PREDICTIONS = """
-## Predictions
-What the planner predicts now, by profiles h100x1 and h200x2, beside what was measured. Included are
-all rows that record their whole plan: all of four GPUs, and some of one and two. Older rows do not
-record it. The files predict-*.json are from former tables of bench.py, and each has its command and
-its commit.
-
-A *question* is a GPU, a model, a number of tokens and a number of ranks. Its rows differ in what
-was set by hand. The planner's own pick is *as planned*, or the row where nothing open was set by
-hand. Questions K are of the tables offload, long, plans and ring.
-
-* *Held out*: settings that were chosen before measuring, and measured once, when the model of
-  seconds was done. The table below shows them. Two corrections came later, before anything was
-  measured on an H100. The first is a cast of whole gradients, in the seconds. The second concerns
-  the bytes of layers that run whole, and of q, k, v, o, a chunk's products and a kernel's sums. They
-  were counted twice. Before, the predicted bytes of two held-out settings were 7.6 % and 3.3 % too
-  large. Now no row is off by 1 %.
-* *Seen before*: settings that were measured before the model of seconds was done. Only the picture
-  shows them.
-* *Network or kernel not measured*: settings that ran where the profile has an assumed network, or
-  another attention kernel. Only the picture shows them.
-
-"""
-ERRORS = """
-
-Notes on *network or kernel not measured*, where long steps are predicted too fast:
-
-* Two H100s are predicted by profile h100x1 and, by data sheets, the network of h200x2.
-* Two H200s that reach each other by sockets (*nodes=2*) are predicted by an assumed network of 400
-  Gb/s per GPU. By that network ring 1 would be the faster choice, but it is the slower one.
-* Rows that ran cuDNN's attention are predicted by cuDNN's rates. Most of these rates follow from
-  the seconds that the kernels of the same rows take when only they run (each profile says which),
-  so these rows count as seen before.
-
-A note on the host. If one sequence of 4,096 tokens of 1b is a micro-batch (question A), the host
-has more to do than its GPU. On an H100 a layer computes for 2.5 ms, and profile h100x1's host
-launches it in 4.4 ms. So a step takes what the host of the day takes: 0.69 to 0.87 s on four hosts.
-h100x1 was measured on the host of that row, right before it. On a faster host, question K's 1b with
-4K tokens takes 0.105 s, not the 0.123 s that are predicted.
-
-![errors of predictions](predict.png)
-
-"""
 
 
 def plan_of(row: dict) -> Plan:
@@ -347,8 +541,8 @@ def plan_of(row: dict) -> Plan:
         "os_place",
     )
     model = MODELS[row["model"]]
-    nodes = int(re.search(r"(?<=nodes=)\d|$", row["system"])[0] or 1)
-    update_overlaps = "open" not in row["system"]  # the label says if the host's update does not
+    nodes = int(re.search(r"(?<=nodes=)\d|$", row["label"])[0] or 1)
+    update_overlaps = "open" not in row["label"]  # the label says if the host's update does not
     activations = row["activations"]
     plan = Plan(
         model,
@@ -378,200 +572,211 @@ def kind_of(row: dict, plan: Plan, profile: Profile, kernel: str) -> str:
     return "held out" if row.get("held_out") else "seen before"
 
 
-def predicted_rows() -> list[dict]:
+@functools.cache  # several blocks need the predictions, and they take seconds
+def predicted_rows() -> tuple[dict, ...]:
     """Return the measured rows whose plan is known, and what the planner predicts for them now."""
     rows = []
-    for path in sorted(HERE.glob("*-*.json")):
-        file = read(path.stem)
-        gpu = re.search("H[12]00", file["hardware"])[0]
-        for row in file["rows"]:
-            plan_is_known = row.get("predicted_s") and row["step_s"]
-            # a CUDA graph needs no launches of kernels, which predictions count
-            is_graph = "planned memory" in row["system"]
-            if is_graph or not plan_is_known:
-                continue
+    for row in read_rows():
+        plan_is_known = row.get("predicted_s") and row["step_s"]
+        # a CUDA graph needs no launches of kernels, which predictions count
+        is_graph = "planned memory" in row["label"]
+        if is_graph or not plan_is_known:
+            continue
 
-            plan = plan_of(row)
-            profile = find_profile(file["hardware"], plan.per_node)
-            kernel = row.get("kernel") or "auto"  # older rows lack it: they ran the best one
-            # older files do not say their host's processor: the profile's first one counts
-            predicted = predict(plan, profile, kernel, file.get("processor", ""))
-            rows.append(
-                {
-                    "question": f"K, {row['model']} {row['seq'] // 1024}K",
-                    **row,
-                    "gpu": gpu,
-                    "kind": kind_of(row, plan, profile, kernel),
-                    "now_s": predicted.step_s,
-                    "now_gib": predicted.gpu_bytes / GIB,
-                }
-            )
-    return sorted(rows, key=lambda r: (r["question"], r["gpu"], r["gpus"], r["step_s"]))
-
-
-def predictions() -> str:
-    """Return the section on predictions: errors of each kind, and a table of the held-out rows."""
-    rows = predicted_rows()
-    error_texts = []
-    for kind in pictures.MARKERS:
-        errors = sorted(abs(r["now_s"] / r["step_s"] - 1) for r in rows if r["kind"] == kind)
-        median, worst = errors[len(errors) // 2], errors[-1]
-        error_texts.append(
-            f"{kind}: {median:.1%} in the median, {worst:.1%} at worst of {len(errors)}"
+        plan = plan_of(row)
+        profile = find_profile(row["hardware"], plan.per_node)
+        kernel = row.get("kernel") or "auto"  # older rows lack it: they ran the best one
+        # older rows do not say their host's processor: the profile's first one counts
+        predicted = predict(plan, profile, kernel, row.get("processor", ""))
+        rows.append(
+            {
+                "question": f"K, {row['model']} {row['seq'] // 1024}K",
+                **row,
+                "gpu": gpu_of(row),
+                "kind": kind_of(row, plan, profile, kernel),
+                "now_s": predicted.step_s,
+                "now_gib": predicted.gpu_bytes / GIB,
+            }
         )
+    return tuple(sorted(rows, key=lambda r: (r["question"], r["gpu"], r["gpus"], r["step_s"])))
 
-    text = f"{PREDICTIONS}Errors of the step time, {'; '.join(error_texts)}.{ERRORS}"
-    return text + markdown(
+
+def errors_of(kind: str) -> list[float]:
+    """Return the errors of the predicted seconds of rows of this kind, from small to large."""
+    return sorted(abs(r["now_s"] / r["step_s"] - 1) for r in predicted_rows() if r["kind"] == kind)
+
+
+def errors() -> str:
+    """Return a table: how far predictions of step times are off, by what was known before."""
+    lines = []
+    for kind in pictures.MARKERS:
+        found = errors_of(kind)
+        lines.append(
+            {
+                "rows": kind,
+                "how many": str(len(found)),
+                "error of the step time, median": f"{found[len(found) // 2]:.1%}",
+                "worst": f"{found[-1]:.1%}",
+            }
+        )
+    return markdown(lines, left=("rows",))
+
+
+def held_out() -> str:
+    """Return a table of the rows whose settings were chosen before they were measured."""
+    return markdown(
         [
             {
                 "question": r["question"],
-                "set by hand": r["system"],
+                "set by hand": r["label"],
                 "model": r["model"],
-                "tokens": f"{r['seq']:,}",
-                "GPUs": f"{r['gpus']} {r['gpu']}",
-                "kind": r["kind"],
+                "tokens": tokens_text(r["seq"]),
+                "hardware": hardware_of(r),
                 "measured s": f"{r['step_s']:.4g}",
                 "predicted s": f"{r['now_s']:.4g}",
-                "error": f"{r['now_s'] / r['step_s'] - 1:+.1%}",
+                "error of s": f"{r['now_s'] / r['step_s'] - 1:+.1%}",
                 "measured GiB": f"{r['gpu_gib']:.2f}",
                 "predicted GiB": f"{r['now_gib']:.2f}",
-                "of GiB": f"{r['now_gib'] / r['gpu_gib'] - 1:+.1%}",
+                "error of GiB": f"{r['now_gib'] / r['gpu_gib'] - 1:+.1%}",
             }
-            for r in rows
+            for r in predicted_rows()
             if r["kind"] == "held out"
-        ]
+        ],
+        left=("question", "set by hand", "model", "hardware"),
     )
 
 
-# ---------------------------------------------------------------------------- README.md's numbers
-
-SHOWN = (  # the rows of README.md's table: file, label, tokens
-    ("long-512k-4xh200", "ours", 2**19),
-    ("long-256k-4xh200", "ours", 2**18),
-    ("long-32k-64k-128k-4xh200", "ours", 2**15),
-    ("long-400k-h200", "ours", 400 * 2**10),
-    ("shard-4xh200", "ours 1,4,4 intra M=1", 2**12),
-    ("shard-4xh200", "fsdp2 ZeRO-2-like M=1", 2**12),
-)
+def scale_table(name: str) -> str:
+    """Return a table of scale.json, which scale.py writes. Raises ValueError for an unknown one."""
+    tables = json.loads((HERE / "scale.json").read_text())
+    if name not in tables:
+        raise ValueError(f"scale {name}: scale.json has only {', '.join(tables)}")
+    rows = tables[name]
+    return markdown(rows, left=(*LEFT, *list(rows[0])[:1], "system", "overlaps", "layers"))
 
 
-def long_rows(system: str) -> dict[int, dict]:
-    """Return {tokens: a system's fastest row}, of 7B on 4 H200s with all of their memory."""
-    found = []
-    for path in HERE.glob("long-*.json"):
-        file = read(path.stem)
-        if file["hardware"] != "4 x NVIDIA H200" or "--gpu-memory" in file["command"]:
-            continue
-        for row in file["rows"]:
-            if row["system"].split()[0] == system and row["model"] == "7b" and row["step_s"]:
-                found.append(row)
-
-    # the slowest first: of rows with the same length, a dict keeps the last one
-    found.sort(key=lambda row: (row["seq"], -row["step_s"]))
-    return {row["seq"]: row for row in found}
+# ---------------------------------------------------------------------------- the index's answers
 
 
-def claim() -> str:
-    """Return the paragraph of README.md with the step of a million tokens and the highest MFU."""
-    ours = long_rows("ours")
-    million = ours[2**20]
-    longest = max(seq for seq, row in ours.items() if row["bound_ratio"])
-    best = ours[longest]
-    return (
-        fill(
-            f"4 H200s train LLaMA-7B on one sequence of a million tokens: a step of 1,048,576 tokens "
-            f"takes **{million['step_s']:.0f} s, {million['mfu_causal']:.1%} causal MFU**. At "
-            f"{longest // 1024}K tokens they reach **{best['mfu_causal']:.1%} causal MFU**, "
-            f"{best['bound_ratio']:.0%} of what the attention and matrix kernels reach by themselves. "
-            f"{peer_times()}",
-            100,
-            break_on_hyphens=False,
-        )
-        + "\n"
-    )
+def planned_and_caching() -> tuple[dict, float]:
+    """Return the row of a step at planned addresses, and the GiB that PyTorch's caching allocator
+    reserved for the same requests. The step is 7B's with 64K tokens."""
+    by_label = {row["label"]: row for row in read_rows("memplan") if row["seq"] == 2**16}
+    planned = by_label["planned"]
+    # both rows hold the same model states, which are no part of the plan
+    outside_plan = planned["reserved_gib"] - planned["planned_peak_gib"]
+    return planned, by_label["caching allocator"]["reserved_gib"] - outside_plan
 
 
-def peer_times() -> str:
-    """Return a sentence: how much longer peers take than ours, for one sequence.
-
-    Each peer has its fastest setting, and ours is the fastest of the same hardware, model and
-    length. Example of an entry: fsdp2 64K **1.12** (selective). transformers is several peers, by
-    what its weights and states are: the second word of its label.
-    """
-    rows = []
-    for path in HERE.glob("long-rows-*.json"):
-        file = read(path.stem)
-        gpu = re.search("H[12]00", file["hardware"])[0]
-        rows += [
-            row | {"gpu": gpu} for row in file["rows"] if row.get("step_s") and row["batch"] == 1
-        ]
-    rows.sort(key=lambda row: (row["gpus"], row["gpu"], row["seq"], row["step_s"]))
-
-    # "4 H200s, 7b" -> peer -> tokens -> seconds and setting of the first row, the fastest
-    fastest = {}
-    for row in rows:
-        words = row["system"].split()
-        name_words = 2 if words[0] == "transformers" else 1
-        peer, setting = " ".join(words[:name_words]), words[name_words:]
-        plural = "s" if row["gpus"] > 1 else ""
-        where = f"{row['gpus']} {row['gpu']}{plural}, {row['model']}"
-        by_length = fastest.setdefault(where, {}).setdefault(peer, {})
-        by_length.setdefault(row["seq"], (row["step_s"], setting))
-
-    texts = []
-    for where, peers in fastest.items():
-        ours = peers.pop("ours")
-        by_peer = []
-        for peer, by_length in peers.items():
-            ratios = []
-            for seq, (seconds, setting) in by_length.items():
-                our_seconds, our_setting = ours[seq]
-                ratio = f"{seq // 1024}K **{seconds / our_seconds:.2f}**"
-                settings = list(setting)
-                if our_setting:
-                    settings += ["ours:", *our_setting]
-                if settings:
-                    ratio += f" ({' '.join(settings)})"
-                ratios.append(ratio)
-            by_peer.append(f"{peer} {', '.join(ratios)}")
-        texts.append(f"{where}: {'; '.join(by_peer)}")
-    return (
-        "Step time of the fastest [peer](results/README.md#long) tried, over ours: "
-        f"{'; '.join(texts)}."
-    )
+def answer(topic: str) -> str:
+    """Return the sentence with which results/README.md answers a question."""
+    found = comparisons()
+    ratios = sorted(ratio(*pair) for pair in found.values())
+    held = errors_of("held out")
+    exposed = max(row["exposed_ms"] / row["communication_ms"] for row in shown("trace"))
+    planned, caching_gib = planned_and_caching()
+    longest = longest_row()
+    sentences = {
+        "speed": f"In {len(ratios)} comparisons, the fastest peer takes {ratios[0]:.2f} to "
+        f"{ratios[-1]:.2f} times as long as this project, {ratios[len(ratios) // 2]:.2f} times in "
+        "the median.",
+        "length": f"{num_gpus(longest)} {gpu_of(longest)}s have run a step of LLaMA-7B on "
+        f"{longest['seq']:,} tokens, in {longest['step_s']:.0f} s.",
+        "communication": f"In a profiled step of four GPUs, at most {exposed:.0%} of it is exposed.",
+        "predictions": f"For {len(held)} settings that were chosen before they were measured, the "
+        f"planner's seconds are {held[len(held) // 2]:.1%} off in the median, and {held[-1]:.1%} at "
+        "worst.",
+        "memory": f"The tensors of a step of 7B with {tokens_text(planned['seq'])} tokens take "
+        f"{planned['planned_peak_gib']:.1f} GiB at planned addresses, where the lower bound is "
+        f"{planned['lower_bound_gib']:.1f}. PyTorch's caching allocator reserves {caching_gib:.1f} "
+        "GiB for them.",
+    }
+    if topic not in sentences:
+        raise ValueError(f"answer {topic}: there are only {', '.join(sentences)}")
+    return paragraph(sentences[topic])
 
 
-def shown_rows() -> str:
-    """Return README.md's table: the rows of SHOWN."""
-    rows = []
-    for name, system, seq in SHOWN:
-        found = [row for row in read(name)["rows"] if row["system"] == system and row["seq"] == seq]
-        (cells,) = as_cells(found)  # exactly one
-        rows.append(
-            {
-                "system": f"{cells['system']} {cells.get('plan', '')}".strip(),
-                "tokens": f"{seq // 1024}K",
-            }
-            | {title: cells[title] for title in ("GPUs", "MFU causal", "of bound", "GPU GiB")}
-        )
-    return markdown(rows)
+# ---------------------------------------------------------------------------- pages
 
-
-BLOCKS = {  # name between <!-- and --> in README.md -> what writes the text behind it
+BLOCKS = {  # first word between <!-- and --> -> what writes the lines behind it, from other words
     "claim": claim,
-    "table": shown_rows,
-    "fits": lambda: markdown(read("scale")["fits"], left=1),
+    "normal": normal,
+    "speed": speed,
+    "comparisons": all_comparisons,
+    "rows": rows_table,
+    "versions": versions,
+    "errors": errors,
+    "held_out": held_out,
+    "scale": scale_table,
+    "answer": answer,
 }
+MARK = re.compile(r"^<!-- (?!end)([^>\n]*) -->\n", re.M)
+END = "<!-- end -->\n"
 
 
-def readme(text: str) -> str:
-    """Return README.md's text with the blocks that the results files give now."""
-    for name, write in BLOCKS.items():
-        mark = f"<!-- {name} -->\n"
-        start = text.index(mark) + len(mark)
-        end = text.index("<!-- end -->", start)
-        text = text[:start] + write() + text[end:]
-    return text
+def pages() -> list[Path]:
+    """Return all pages that may have blocks."""
+    return [ROOT / "README.md", *sorted(HERE.glob("*.md")), *sorted(ROOT.glob("docs/*.md"))]
+
+
+def filled(text: str) -> str:
+    """Return a page's text with the blocks that the results files give now.
+
+    Raises ValueError for an unknown block, and for one that has no end.
+    """
+    done = ""
+    while mark := MARK.search(text):
+        name, *arguments = mark[1].split()
+        if name not in BLOCKS:
+            raise ValueError(
+                f"<!-- {mark[1]} -->: there is no such block, only {', '.join(BLOCKS)}"
+            )
+        behind = text[mark.end() :]
+        old, end, rest = behind.partition(END)
+        if not end or MARK.search(old):
+            raise ValueError(f"<!-- {mark[1]} --> has no line {END.strip()} before the next block")
+        done += text[: mark.end()] + BLOCKS[name](*arguments) + END
+        text = rest
+    return done + text
+
+
+def fill(page: Path) -> str:
+    """Return a page's text as `filled` gives it. Raises ValueError that names the page."""
+    try:
+        return filled(page.read_text())
+    except ValueError as e:
+        raise ValueError(f"{page.relative_to(ROOT)}: {e}") from None
+
+
+def draw_pictures() -> None:
+    """Draw all pictures of the pages."""
+    bars = [
+        (f"{hardware}, {model}, {tokens}", ours, peer, what_ran(peer))
+        for hardware, model, tokens, ours, peer in shown_comparisons()
+    ]
+    pictures.draw_speed(HERE / "speed.svg", bars)
+    pictures.draw_layer(HERE / "layer.svg")
+    pictures.draw_shards(HERE / "shards.svg")
+    profiled = read_rows("trace")[-1]  # bench.py writes the profile of its last row
+    pictures.draw_timeline(
+        HERE / "timeline.svg",
+        (HERE / profiled["file"]).with_name("trace.json.gz"),
+        f"LLaMA-{profiled['model'].upper()}, {tokens_text(profiled['seq'])} tokens on each of "
+        f"{hardware_of(profiled)}; {what_ran(profiled).removeprefix('this project; ')}",
+        1 - profiled["exposed_ms"] / profiled["communication_ms"],
+    )
+    pictures.draw_predictions(HERE / "predictions.svg", predicted_rows())
+
+    planned, caching_gib = planned_and_caching()
+    trace = (HERE / planned["file"]).with_name("memplan-64k.csv")
+    _, buffers = memplan.read_trace(str(trace))
+    pictures.draw_memory(
+        HERE / "memory.svg",
+        buffers,
+        memplan.solve(buffers),
+        caching_gib,
+        layers=range(8, 11),  # layers 8 and 9 swap, layer 10 is kept
+    )
 
 
 def main() -> int:
@@ -582,32 +787,23 @@ def main() -> int:
         help="write nothing; exit 1 if a page is not what the results files give",
     )
     check = parser.parse_args().check
+    try:
+        texts = {page: fill(page) for page in pages()}
+    except ValueError as e:
+        print(f"report.py: error: {e}", file=sys.stderr)
+        return 2
 
-    page = HERE.parent / "README.md"
-    texts = {HERE / "README.md": results_readme(), page: readme(page.read_text())}
     if check:
-        stale = [
-            path for path, text in texts.items() if not path.exists() or path.read_text() != text
-        ]
-        for path in stale:
-            print(f"{path} is not what the results files give. Run python results/report.py")
+        stale = [page for page, text in texts.items() if page.read_text() != text]
+        for page in stale:
+            print(f"{page} is not what the results files give. Run python results/report.py")
         if not stale:
-            print("Both pages are what the results files give")
+            print("All pages are what the results files give")
         return 1 if stale else 0
 
-    for path, text in texts.items():
-        path.write_text(text)
-    pictures.draw_mfu(HERE / "mfu.png", long_rows("ours"), long_rows("fsdp2"))
-    pictures.draw_predictions(HERE / "predict.png", predicted_rows())
-    pictures.draw_timeline(
-        HERE / "timeline.png",
-        HERE / "trace.json.gz",
-        "LLaMA-7B, 4K tokens, p = g = os = 4 on 4 H200s: one of them",
-    )
-    _, buffers = memplan.read_trace(str(HERE / "memplan-64k-2x.csv"))
-    memplan.draw(
-        str(HERE / "memplan.png"), buffers, memplan.solve(buffers), "7B, 64K tokens, 2 H200s: "
-    )
+    for page, text in texts.items():
+        page.write_text(text)
+    draw_pictures()
     return 0
 
 

@@ -1,6 +1,7 @@
 """Compare the planner's predictions with results that papers have published.
 
-    python results/scale.py      write scale.json: the tables of results/README.md, "Scale"
+    python results/scale.py      write scale.json: the tables of results/papers.md, and that of
+                                 docs/planning.md on the longest sequences
 
 For each published result of AMSP, Memo and InternEvo, the planner answers the same question on
 profiles/a800.json. That profile was put together from papers, data sheets and other people's
@@ -146,11 +147,11 @@ def layers_keep(plan: Plan) -> str:
     kept = plan.activations
     text = "all"
     if kept and kept.kept_chunks < kept.layers * kept.chunks:
-        text = f"k={kept.resident} alpha={kept.alpha:.2f}"
+        text = f"{kept.resident} of {kept.layers} layers stay, alpha {kept.alpha:.2f}"
     if kept and kept.chunks > 1:
         text += f", chunks of {plan.chunk:,}"
     if kept and kept.stride > 1:
-        text += f", inputs of one in {kept.stride}"
+        text += f", x in one of {kept.stride} layers"
     if kept and kept.layers_recomputing_attention:
         text += f", attention twice in {kept.layers_recomputing_attention}"
     return text
@@ -196,7 +197,7 @@ def choices() -> list[dict]:
                 f"seconds of {whose}": f"{plan.step_s:.4g}",
                 f"GiB of {whose}": f"{plan.gpu_bytes / GIB:.1f}",
             }
-        row["the paper's takes"] = f"{paper.step_s / best.step_s - 1:+.1%}"
+        row["the paper's takes longer by"] = f"{paper.step_s / best.step_s - 1:+.1%}"
         rows.append(row)
     return rows
 
@@ -283,7 +284,7 @@ def memo() -> list[dict]:
                 "tokens": f"{kilo_tokens:,}K",
                 "sp": f"{plan.sp}, rings of {plan.ring}",
                 "layers keep": layers_keep(plan),
-                "host GiB a node": f"{predicted['host_gib']:.0f}",
+                "host GiB per node": f"{predicted['host_gib']:.0f}",
                 "causal MFU": f"{100 * predicted['mfu_causal']:.1f} / **{published}**",
             }
         )
@@ -313,7 +314,7 @@ def fits() -> list[dict]:
     GPUs of profile h200x8 with another memory."""
     rows = []
     for ranks, host_gib in HOST_GIB.items():
-        row = {"GPUs": f"{ranks}, {host_gib} GiB of the host"}
+        row = {"GPUs, host memory": f"{ranks}, {host_gib} GiB"}
         for gpu, gpu_gib in GPU_GIB.items():
             hardware = Hardware(
                 ranks,

@@ -4,6 +4,7 @@ import json
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import torch
@@ -34,29 +35,90 @@ def test_bench_keeps_its_rows_when_it_is_stopped(tmp_path):
     process.send_signal(signal.SIGINT)
     text = process.communicate(timeout=60)[0]
     assert process.returncode == 130 and "stopped; the rows so far are in" in text
-    rows = json.loads(next(tmp_path.glob("step-*.json")).read_text())["rows"]
-    assert [r["system"] for r in rows] == ["ours"]
-    assert json.loads(text.splitlines()[-1])["rows"] == rows
+    rows = [json.loads(line) for line in next(tmp_path.glob("*/machine.jsonl")).open()]
+    assert [r["label"] for r in rows] == ["ours"]
+    assert f"tiny, 256 tokens per sequence: {rows[0]['tgs']:,.0f} tokens per rank" in text
 
 
 @slow
-def test_bench_writes_its_rows(tmp_path, monkeypatch):
-    """bench.py writes rows that can be checked and repeated.
+def test_bench_writes_its_rows(tmp_path, monkeypatch, capsys):
+    """bench.py adds rows that can be checked and repeated.
 
-    They have the machine, the versions and the command, and their rates follow from their seconds.
-    Catches wrong counts, and a row that cannot be run again.
+    Each has the machine, the versions and the command, and its rates follow from its seconds.
+    Catches wrong counts, a row that cannot be run again, and rows of an earlier command that are
+    lost.
     """
+    file = tmp_path / f"{time.strftime('%Y-%m')}-cpu" / "machine.jsonl"
+    file.parent.mkdir()
+    file.write_text('{"label": "an earlier row"}')  # as a killed process may leave it: no line end
     monkeypatch.setattr(sys, "argv", ["bench.py", "--out", f"{tmp_path}"])
     bench.main()
-    saved = json.loads(next(tmp_path.glob("step-*.json")).read_text())
-    assert {"hardware", "versions", "commit", "command"} <= set(saved)
-    ours = saved["rows"]
-    assert [r["system"] for r in ours] == ["ours", "ours, longest in the time"]
+    earlier, *ours = map(json.loads, file.read_text().splitlines())
+    assert earlier == {"label": "an earlier row"}
+    assert all({"flags", "hardware", "versions", "commit", "command"} <= set(r) for r in ours)
+    assert [r["label"] for r in ours] == ["ours", "ours, longest in the time"]
     for r in ours:
         assert r["tgs"] == approx(r["seq"] / r["step_s"]) and r["model"] == "tiny"
         assert r["mfu_causal"] is None
         assert r["bound_ratio"] > 0 and f"--seq {r['seq']} " in r["flags"]
+        # the command trains by the plan that was measured
+        flags = bench.train.parse(r["train_command"].partition("python train.py ")[2].split())
+        assert (
+            flags["model"] == "tiny" and flags["seq"] == r["seq"] and flags["batch"] == r["batch"]
+        )
     assert ours[1]["seq"] > ours[0]["seq"]
+
+    text = capsys.readouterr().out
+    start, _, end = text.partition("ours, longest in the time: ")
+    assert "This takes about a minute.\nAttention runs with kernel cpu.\n" in start
+    for row in ours:
+        head = f"tiny, {row['seq']:,} tokens per sequence: {row['tgs']:,.0f} tokens per rank per s"
+        assert head in end and f"percent of kernel bound: {row['bound_ratio']:.1%}\n" in end
+    assert "MFU: - causal, - full" in end and "plan: a step is 1 data-parallel rank x" in end
+
+
+def test_bench_says_what_a_faster_kernel_needs(monkeypatch):
+    """On a GPU without the best kernel, bench.py says which one runs, and what to install.
+
+    Catches a slow number whose reason nobody sees.
+    """
+    table = bench.Bench(torch.device("cuda"), 0, 1, True, Path(), {})
+    missing = "`pip install 'flash-attn-4[cu13]'` is missing or broken"
+
+    def why_not(name, *_):
+        return missing if name == "fa4" else None
+
+    monkeypatch.setattr(bench, "why_not", why_not)
+    monkeypatch.setattr(bench, "pick_kernel", lambda *_: "cudnn")
+    for major, text in (
+        (9, f"kernel cudnn. Kernel fa4 would be faster on this GPU, but {missing}."),
+        (8, "kernel cudnn."),  # fa4 does not run on such a GPU
+    ):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_, major=major: (major, 0))
+        assert bench.kernel_note(table) == f"Attention runs with {text}"
+    monkeypatch.setattr(bench, "pick_kernel", lambda *_: "fa4")
+    assert bench.kernel_note(table) == "Attention runs with kernel fa4."
+
+
+def test_bench_tables_measure_what_they_say(group, monkeypatch):
+    """The default table has our rows only, with steps of at most 30 seconds; table step also has
+    FSDP2's.
+
+    Catches a first command that takes a quarter of an hour.
+    """
+    limits = []
+
+    def rows_of_largest_model(_, __, max_seconds):
+        limits.append(max_seconds)
+        return [bench.Row("ours", "--model 7b"), bench.Row("ours, longest in the time")]
+
+    monkeypatch.setattr(bench, "rows_of_largest_model", rows_of_largest_model)
+    table = bench.Bench(torch.device("cuda"), 0, 1, False, Path(), {})
+    labels = [
+        [row.label for row in rows(table, "")] for rows in (bench.machine_rows, bench.step_rows)
+    ]
+    assert labels[0] == ["ours", "ours, longest in the time"] and limits == [30, 45]
+    assert labels[1] == ["ours", "fsdp2 none", "fsdp2 full", "ours, longest in the time"]
 
 
 def fsdp2_worker() -> None:

@@ -43,7 +43,7 @@ REFUSED = [
     ("train.py --decay-steps 2", "--decay-steps 2 belongs to --schedule wsd"),
     (
         "train.py --schedule wsd --warmup 4 --decay-steps 3",
-        "a decay of 3 steps that ends with step 6 .* Choose at most --decay-steps 2, or more",
+        "a decay of 3 steps that ends with step 6 .* at most --decay-steps 2, at most --warmup 3, or",
     ),
     ("train.py --out=~nobody-here/x", "--out: ~nobody-here/x: this machine knows no home"),
     ("train.py --sp 0", "--sp 0: choose a value from 1"),
@@ -223,11 +223,11 @@ REFUSED = [
     # ---- bench.py
     ("bench.py trace", "table trace measures GPUs, and there are none here"),
     ("bench.py ring", "table ring needs 2 ranks or more: torchrun --nproc_per_node 2 bench.py"),
-    ("bench.py steps", "invalid choice: 'steps' .*choose from '?step'?, '?long"),
+    ("bench.py steps", "invalid choice: 'steps' .*choose from '?machine'?, '?step'?, '?long"),
     ("bench.py step --nodes 0", "--nodes: table step takes only --quick, --host-memory"),
     ("bench.py step --seq 64K", "--seq: table step takes"),
     ("bench.py step --profile new", "--profile: not allowed with argument table"),
-    ("bench.py --profile new --quick", "--quick: table step takes only .*--profile takes none"),
+    ("bench.py --profile new --quick", "--quick: table machine takes only .*--profile takes none"),
     ("bench.py long --seq 0", "--seq 0: choose a value from 1 to"),
     (
         "bench.py long --rows foo",

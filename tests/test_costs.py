@@ -414,7 +414,7 @@ def test_predictions_are_what_was_measured():
     sys.path.insert(0, str(ROOT / "results"))
     import report
 
-    rows = report.predicted_rows()
+    rows = list(report.predicted_rows())
     # rows on four H200s, by tokens, each with the least ratio of seconds and the largest of bytes:
     # the first step of a run, which holds the first uses of kernels; 512K tokens, whose bytes are
     # counted a little high; and layers that run whole in all of a GPU's memory, 6 and 11 % slower

@@ -11,7 +11,9 @@ import re
 import shutil
 import struct
 import subprocess
+import sys
 import time
+import zlib
 from dataclasses import replace
 from pathlib import Path
 
@@ -30,20 +32,110 @@ import prepare
 import train
 from helpers import make_tokenizer
 from ranks import ConfigError
-from test_all import QUICK_FLAGS, main, parametrize, read_log, run, seeded_model, slow
+from test_all import QUICK_FLAGS, ROOT, main, parametrize, read_log, run, seeded_model, slow
 
 
-def test_data_default_is_large_sorted_text():
-    """The default data have enough text for a sequence of a million tokens, in a fixed order.
+@parametrize("name", data.BUILT_IN)
+def test_data_built_in_is_large_sorted_text(name):
+    """Built-in data have enough text for long sequences, in a fixed order.
 
-    Without `--data` they are the standard library's sources. Catches data that are too small for a
-    long sequence.
+    Catches data that are too small for a long sequence.
     """
-    corpus, val = data.open_corpus("stdlib")
+    corpus, val = data.open_corpus(name)
     paths = [file.path for file in corpus.files]
-    assert val is None and paths == sorted(paths)
-    sequences, val = data.split(corpus, None, 2**20, 0)
+    assert val is None and paths == sorted(paths, key=str)
+    sequences, val = data.split(corpus, None, 2**19, 0)
     assert sequences.count >= 8 and val.count >= 1
+
+
+def test_data_default_is_the_same_for_everybody():
+    """The default data are those of the version that requirements.txt pins, byte for byte.
+
+    Catches a version that is raised in one place only. Then take the new checksum, and the losses
+    in README, from this version.
+    """
+    (pinned,) = re.findall("^transformers==([^ ]+)", (ROOT / "requirements.txt").read_text(), re.M)
+    assert train.Config().data == "transformers" and data.PACKAGE_VERSION == pinned
+    files, difference = data.package_files()
+    content = b"".join(file.read_bytes() for file in files)
+    assert (zlib.crc32(content), difference) == (data.PACKAGE_CRC32, "")
+    assert 0.95 * data.PACKAGE_BYTES < len(content) <= data.PACKAGE_BYTES
+
+
+def fake_package(folder: Path, monkeypatch, version: str, files: dict[str, str]) -> None:
+    """Let a folder be the only one in which packages are installed. It has a package transformers
+    with these files, all of which its RECORD lists."""
+    info = folder / f"transformers-{version}.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text(
+        f"Metadata-Version: 2.1\nName: transformers\nVersion: {version}\n"
+    )
+    (info / "RECORD").write_text("".join(f"{name},,\n" for name in files))
+    for name, text in files.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(text)
+    monkeypatch.setattr(sys, "path", [str(folder)])
+
+
+ORDINARY = {"transformers/b.py": "b = 1\n" * 99, "transformers/a.py": "a = 1\n" * 99}
+
+
+@parametrize(
+    "version, files, names, sentence",
+    [
+        ("9.1", ORDINARY, ["a.py", "b.py"], "transformers 9.1 is installed, not"),
+        (data.PACKAGE_VERSION, ORDINARY, ["a.py", "b.py"], "have been changed or removed here"),
+        # installed in editable mode: the list has no file of the package
+        ("9.1", {"__editable___finder.py": "x = 1"}, None, "without a list of its files"),
+        # what is not a text of the package is left out
+        (
+            "9.1",
+            ORDINARY
+            | {
+                "transformers/c.py": "\0",
+                "transformers/d.txt": "d",
+                "other/e.py": "e",
+                "transformers/../f.py": "f",
+            },
+            ["a.py", "b.py"],
+            "transformers 9.1 is installed",
+        ),
+    ],
+)
+def test_data_of_another_package_are_said_to_differ(
+    version, files, names, sentence, tmp_path, monkeypatch
+):
+    """If the package is not the pinned one, the run reads what is there, and says so in a sentence.
+
+    Catches losses that differ from README's for no visible reason.
+    """
+    fake_package(tmp_path / "site", monkeypatch, version, files)
+    found, difference = data.package_files.__wrapped__()
+    assert sentence in difference
+    if names is None:
+        assert found == data.stdlib_files()
+    else:
+        assert [file.name for file in found] == names
+
+
+def test_data_without_the_package(tmp_path, monkeypatch, capsys):
+    """Without the package, a run reads the standard library, and says that its losses differ. It
+    also says that a folder of the same name is not what it reads."""
+    missing = data.PackageFiles(data.stdlib_files(), "transformers is not installed")
+    monkeypatch.setattr(data, "package_files", lambda: missing)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "transformers").mkdir()
+    main("--steps 1 --save-every -1 --out o")
+    text = capsys.readouterr().out
+    assert "transformers is not installed. So the losses will differ from those in README" in text
+    assert "is built-in data, not the transformers in this folder. That is ./transformers" in text
+    main("--steps 1 --save-every -1 --out o --data stdlib")
+    assert "--data stdlib: the losses depend on the version of Python" in capsys.readouterr().out
+
+    monkeypatch.undo()
+    monkeypatch.setattr(sys, "path", [str(tmp_path / "no packages")])
+    found, difference = data.package_files.__wrapped__()
+    assert found == data.stdlib_files() and "transformers is not installed" in difference
 
 
 def test_data_windows_cover_everything_once(tmp_path):
@@ -259,14 +351,14 @@ def test_data_goes_on_where_it_was_left(tmp_path):
     skipped on resume, and a label that counts across a document's border.
     """
     flags = f"--out {tmp_path} --steps"
-    main(f"{flags} 2 --dtype fp64 --lr 0 --document-token 10 --batch 4")
+    main(f"{flags} 2 --dtype fp64 --lr 0 --document-token 32 --batch 4")
     for more in ("3", "4 --batch 2"):
         train.main(f"--device cpu --resume {flags} {more}".split())
-    sequences, _ = data.split(data.open_corpus("stdlib")[0], None, 32, 0)
+    sequences, _ = data.split(data.open_corpus(train.Config.data)[0], None, 32, 0)
     ends = (0, 4, 8, 12, 14)
     for row, first, end in zip(read_log(tmp_path), ends[:-1], ends[1:], strict=True):
         windows = [sequences.sample(i) for i in range(first, end)]
-        assert row["loss"] == approx(bare_loss(windows, 10), rel=1e-11)
+        assert row["loss"] == approx(bare_loss(windows, 32), rel=1e-11)
         assert 1 < row["keys_seen"] < 32
 
 

@@ -161,7 +161,7 @@ def test_resume_says_what_has_changed(tmp_path, capsys):
     """
     words, out = tmp_path / "a.txt", tmp_path / "o"
     words.write_bytes(bytes(range(97, 123)) * 200)
-    flags = f"--data {words} --out {out} --steps"
+    flags = f"--data {words} --out {out} --warmup 0 --steps"
     main(f"{flags} 1")
     main(f"{flags} 2 --resume")
     rows, text = read_log(out), capsys.readouterr().out

@@ -182,7 +182,7 @@ def test_averages_follow_the_weights_under_any_sharding():
     that leaves out norms, or that a step with an infinite gradient changes.
     """
     lines = ["2 p=2 g=2 os=2 sp=2 block=norms", "2 os=2 layout=inter place=host keep=swapped"]
-    lines += ["2 tp=2 mode=mtp place=host", "2 pp=2 micro=2 block=gemma"]
+    lines += ["2 tp=2 mode=mtp place=host", "2 pp=2 micro=2 block=gemma tied=1"]
     on_ranks(2, check_averages, lines)
 
 
@@ -272,6 +272,10 @@ def test_optimizers_name_a_state_that_all_weights_have(changes, says):
     """
     for name in ("ema", "muon"):
         optim.check_optimizer(name, optim.OPTIMIZERS[name])
+    averaged_muon = replace(
+        ema.averaged(optim.OPTIMIZERS["muon"]), vectors=ema.averaged(optim.ADAMW)
+    )
+    optim.check_optimizer("averaged muon", averaged_muon)
     with raises(ValueError, match=f"--optimizer other: .*{says}"):
         optim.check_optimizer("other", replace(optim.ADAMW, **changes))
 
@@ -338,14 +342,15 @@ def test_what_an_example_cannot_do_is_refused(tmp_path):
     them. Catches weights that fit into another layer and would train on in it without an error.
     """
     main(f"--architecture geglu --steps 1 --out {tmp_path}/o")
+    old, new, export = f"--out {tmp_path}/o", f"--out {tmp_path}/a", f"--export {tmp_path}/e"
     refused = {
-        f"--resume --architecture llama --steps 2 --out {tmp_path}/o": r"architecture geglu \(here llama\)",
-        f"--resume --optimizer ema --steps 2 --out {tmp_path}/o": "not hold ema.*Drop .*--optimizer",
-        f"--attention local --document-token 9 --out {tmp_path}/a": "local takes no documents",
-        f"--attention local --out {tmp_path}/a --export {tmp_path}/e": "compute --attention local",
-        f"--architecture gemma --init hf:{tmp_path} --out {tmp_path}/a": "--architecture gemma: .*own layers",
-        f"--architecture geglu --out {tmp_path}/a --export {tmp_path}/e": "no key for architecture='geglu'",
-        f"--architecture gelu2 --out {tmp_path}/a": "--architecture gelu2: choose one of llama, .*geglu",
+        f"--resume --architecture llama --steps 2 {old}": r"architecture geglu \(here llama\)",
+        f"--resume --optimizer ema --steps 2 {old}": "does not hold ema.*Drop .*--optimizer",
+        f"--attention local --document-token 9 {new}": "local takes no documents",
+        f"--attention local {new} {export}": "cannot compute --attention local",
+        f"--architecture gemma --init hf:{tmp_path} {new}": "--architecture gemma: .*own layers",
+        f"--architecture geglu {new} {export}": "no key for architecture='geglu'",
+        f"--architecture gelu2 {new}": "--architecture gelu2: choose one of llama, .*geglu",
     }
     hf_model(tmp_path)
     for flags, says in refused.items():

@@ -130,7 +130,7 @@ def test_memory_plans_of_recorded_steps(name):
 
     Catches a peak above the best on steps of real size.
     """
-    _, buffers = memplan.read_trace(ROOT / "results" / f"memplan-{name}-2x.csv")
+    _, buffers = memplan.read_trace(ROOT / "results" / "2026-11-2xh200" / f"memplan-{name}.csv")
     plan = memplan.solve(buffers)
     memplan.check(buffers, plan.offsets, plan.peak)
     assert plan.optimal
@@ -490,10 +490,10 @@ def test_counted_memory_of_frozen_weights(frozen, name, ranks, seq, factors, kep
 def test_simulated_step_requests_what_a_gpu_did(name, seq, factors, kept, chunk):
     """A step on fake tensors requests the same memory as a step that bench.py recorded on GPUs.
 
-    The plans are those in memplan-16k-64k-2xh200.json. Catches a simulation that requests what no
+    The plans are those in results/2026-11-2xh200/memplan.jsonl. Catches a simulation that requests what no
     GPU did.
     """
-    _, real = memplan.read_trace(ROOT / "results" / f"memplan-{name}-2x.csv")
+    _, real = memplan.read_trace(ROOT / "results" / "2026-11-2xh200" / f"memplan-{name}.csv")
     plan = swapping_plan(m.MODELS["7b"], 2, seq, factors, kept, chunk=chunk, head_groups=4)
     requests, _, _ = simulate_step(plan)
     assert peak_alive(requests) == approx(peak_alive(real), rel=1e-3)

@@ -61,6 +61,52 @@ def test_log_checkpoint_and_evaluation(tmp_path, capsys):
     assert (out / "earlier-1" / "step-00000007" / "meta.json").exists()
 
 
+def test_last_lines_say_what_to_open_and_try(tmp_path, capsys):
+    """The last lines of a run name its picture, and commands that can be copied.
+
+    A line is left out if there is nothing to open: a run without a checkpoint, or one that only
+    evaluates. Catches a command that does not exist, and a file that was not written.
+    """
+
+    def last_lines(flags: str) -> list[str]:
+        main(f"--steps 2 --out {tmp_path}/o {flags}")
+        lines = capsys.readouterr().out.splitlines()
+        (end,) = [i for i, line in enumerate(lines) if line.startswith("step 2/2 ")] or [-1]
+        return [line for line in lines[end + 1 :] if not line.startswith("saved ")]
+
+    picture, read, train_on = last_lines("")
+    assert picture.startswith(f"Open {tmp_path}/o/loss.png") and (tmp_path / "o/loss.png").exists()
+    assert read.partition(": python sample.py ")[2] == f"{tmp_path}/o"
+    flags = train_on.partition(": python train.py ")[2].split()
+    assert train.parse(flags) == {"out": f"{tmp_path}/o", "resume": "latest", "steps": 4}
+    train.main(flags)
+    assert "step 4/4" in capsys.readouterr().out
+
+    ids = ids_without_spaces(tmp_path / "a.bin")
+    assert last_lines(f"--data {ids}")[1].endswith(f"sample.py {tmp_path}/o --tokenizer DIR")
+    (picture,) = last_lines("--save-every -1")
+    assert "loss.png" in picture
+    assert "Open " not in "".join(last_lines("--steps 0 --eval-every 1"))
+
+
+def test_lines_before_the_first_step(tmp_path, capsys):
+    """A run says what it reads, how a step is split, and what a step's line means, before it.
+
+    Catches a legend that comes too late.
+    """
+    main(f"--steps 1 --batch 4 --micro-batch 2 --save-every -1 --out {tmp_path}")
+    text = capsys.readouterr().out.partition("step 1/1")[0]
+    for line in (
+        "flags that differ from their defaults: model=tiny seq=32",
+        "data transformers: 7,979,036 tokens",
+        "plan: a step is 1 data-parallel rank x 2 micro-batches x 2 sequences; model states are "
+        "not sharded; activations: keep all\n",
+        "TGS (tokens per rank per second)",
+        "The first loss is near ln 256 = 5.5",
+    ):
+        assert line in text, line
+
+
 def test_progress_inside_a_step(monkeypatch, capsys):
     """A long step prints its progress again and again.
 
@@ -180,10 +226,41 @@ def test_schedules_of_few_steps(schedule):
     """
     for steps in (0, 1, 2):
         rates = rates_of(steps, schedule=schedule)
-        assert rates[0] == 1.0 or not steps
         assert all(0 < rate <= 1 for rate in rates)
     assert rates_of(1, schedule=schedule, warmup=0, decay_steps=None)[0] == 1.0
     assert rates_of(2, schedule=schedule, warmup=1)[:2] == [1.0, 1.0]
+
+
+def test_automatic_warm_up_of_short_runs():
+    """The automatic warm-up has at least 20 steps, so a shorter run ends inside it.
+
+    Catches a run of a few steps whose first rates are so high that the loss of a large model
+    rises. With wsd the warm-up leaves the decay its steps.
+    """
+    assert rates_of(3)[:3] == approx([1 / 20, 2 / 20, 3 / 20])
+    assert rates_of(20, schedule="constant")[:20] == approx([(i + 1) / 20 for i in range(20)])
+    for steps, warmup in ((1, 20), (79, 20), (80, 20), (84, 21), (2000, 500), (10**6, 500)):
+        assert train.lay_out_schedule(train.Config(steps=steps), None)["warmup_steps"] == warmup
+
+    wsd = dict(schedule="wsd", decay_steps=1.0)
+    assert rates_of(3, **wsd)[:3] == [1 / 2, 1.0, 1.0]
+    assert rates_of(30, **wsd)[:20] == rates_of(30)[:20]
+    assert rates_of(1, **wsd)[0] == 1.0  # the only step belongs to the decay
+
+
+def test_run_that_ended_in_its_warm_up_is_resumed():
+    """A run that ended inside its warm-up and is resumed with more steps has the rates of a longer
+    run.
+
+    Catches a rate that falls to its minimum right after the warm-up.
+    """
+    for schedule in ("cosine", "constant"):
+        flags = {"schedule": schedule}
+        for step in (1, 3):
+            assert resumed_at(step, 3, 40, flags) == rates_of(40, **flags)[:41]
+        assert resumed_at(2, 3, 3, flags)[:3] == rates_of(3, **flags)[:3]  # the same steps
+        assert resumed_at(20, 20, 60, flags) == rates_of(60, **flags)[:61]
+    assert resumed_at(10, 10, 30, {"warmup": 10}) == rates_of(30, warmup=10)[:31]
 
 
 def test_resumed_schedules():
@@ -191,27 +268,27 @@ def test_resumed_schedules():
 
     Catches a decay that begins again, and a warm-up that is longer after a resume.
     """
-    wsd = dict(schedule="wsd", decay_steps=4.0)
+    wsd = dict(schedule="wsd", decay_steps=4.0, warmup=5)
     whole = rates_of(20, **wsd)
     for step in (0, 1, 8, 16, 17, 19, 20):  # with the steps of before nothing changes
         assert resumed_at(step, 20, 20, wsd)[step:] == whole[step:21]
-    # before the decay, and at its first step: the decay moves; the warm-up of 20 / 4 steps stays
+    # before the decay, and at its first step: the decay moves; the warm-up stays
     for step in (5, 16):
-        assert resumed_at(step, 20, 40, wsd) == rates_of(40, warmup=5, **wsd)[:41]
+        assert resumed_at(step, 20, 40, wsd) == rates_of(40, **wsd)[:41]
         moved = resumed_at(step, 20, 40, wsd, decay_steps=None)
         assert moved[31:34] == approx([1.0, 1.0, 1 - 0.9 / 8**0.5])
     # in the decay and after it: it ends where it would have ended, and the rate stays
     for step in (17, 20):
         assert resumed_at(step, 20, 40, wsd) == approx(whole[:20] + 21 * [0.1])
     # fewer steps: the decay comes earlier
-    assert resumed_at(6, 20, 10, wsd) == rates_of(10, warmup=5, **wsd)[:11]
+    assert resumed_at(6, 20, 10, wsd) == rates_of(10, **wsd)[:11]
 
-    assert resumed_at(20, 20, 40, {"schedule": "constant"})[4:] == 37 * [1.0]
-    cosine = rates_of(20)
+    assert resumed_at(20, 20, 40, {"schedule": "constant", "warmup": 5})[4:] == 37 * [1.0]
+    cosine = rates_of(20, warmup=5)
     for step in (1, 20):
-        assert resumed_at(step, 20, 40, {}) == approx(cosine[:20] + 21 * [0.1])
+        assert resumed_at(step, 20, 40, {"warmup": 5}) == approx(cosine[:20] + 21 * [0.1])
     # another schedule takes its own shape, and the end of the new steps
-    assert resumed_at(8, 20, 40, {}, schedule="wsd", decay_steps=8.0)[31:34:2] == approx(
+    assert resumed_at(8, 20, 40, {"warmup": 5}, schedule="wsd", decay_steps=8.0)[31:34:2] == approx(
         [1, 1 - 0.9 / 8**0.5]
     )
 
@@ -223,17 +300,22 @@ def test_resumed_schedules():
         (lambda: rates_of(4, schedule="wsd", warmup=5), "--warmup 5 is longer"),
         (
             lambda: rates_of(10, schedule="wsd", warmup=6, decay_steps=5.0),
-            "a decay of 5 steps .* step 5, which is before step 6, .* at most --decay-steps 4, ",
+            "a decay of 5 steps .* step 5, which is before step 6, .* at most --decay-steps 4, at "
+            "most --warmup 5, or more --steps",
+        ),
+        (  # the automatic warm-up of the first command stays, and leaves no room
+            lambda: resumed_at(3, 3, 10, {}, schedule="wsd"),
+            "before step 20, .* Choose at most --warmup 8, or more --steps",
         ),
         (
-            lambda: resumed_at(8, 20, 10, dict(schedule="wsd", decay_steps=4.0)),
+            lambda: resumed_at(8, 20, 10, dict(schedule="wsd", decay_steps=4.0, warmup=5)),
             "would begin at step 6, which is before step 8, .* --decay-steps 2, or more --steps",
         ),
         (
             lambda: resumed_at(18, 20, 40, {"schedule": "wsd"}, decay_steps=5.0),
             "resumes at step 18, and its decay of 4 steps began at step 16. Drop --decay-steps",
         ),
-        (lambda: resumed_at(9, 20, 40, {}, warmup=21), "--warmup 21 is longer than the 20 steps"),
+        (lambda: resumed_at(9, 80, 99, {}, warmup=81), "--warmup 81 is longer than the 80 steps"),
         (
             lambda: train.Config(decay_steps=5.0),
             "--decay-steps 5 belongs to --schedule wsd.*, and the schedule is cosine",
@@ -273,8 +355,8 @@ def test_wsd_is_extended_from_before_its_decay(tmp_path, capsys):
 
 
 def ids_without_spaces(path: Path) -> Path:
-    """Write the standard library's bytes as ids. Spaces (32) are ignored as labels."""
-    corpus, _ = data.open_corpus("stdlib")
+    """Write the default data's bytes as ids. Spaces (32) are ignored as labels."""
+    corpus, _ = data.open_corpus(train.Config.data)
     corpus.read(0, 10**6).tokens.astype("<u2").tofile(path)
     Path(f"{path}.json").write_text('{"token_bytes": 2, "ignore": 32}')
     return path
@@ -349,7 +431,7 @@ def test_one_run_under_four_plans(tmp_path):
         (
             4,
             re.sub(r"\d\S*", "auto", swapping) + " --tp 2 --pp 2 --os-place host --save-async",
-            "pp: 2",
+            "pipeline stages (pp): 2",
         ),
         (
             0,

@@ -1,0 +1,254 @@
+"""Show that results files can be read, and that pages say what they hold."""
+
+import json
+import re
+import sys
+from pathlib import Path
+
+from pytest import fixture, raises
+
+import bench
+from shard import Factors
+from test_all import ROOT, parametrize
+
+sys.path.insert(0, str(ROOT / "results"))
+import pictures
+import report
+
+A_ROW = {
+    "label": "ours",
+    "flags": "--model 7b --seq 64K --model 1b",
+    "model": "1b",
+    "seq": 2**16,
+    "batch": 1,
+    "step_s": 2.0,
+    "kernel": "fa4",
+    "hardware": "2 x NVIDIA H200",
+    "versions": {"python": "3.12", "torch": "2.11.0", "flash-attn-4": "4"},
+    "commit": "1234567",
+    "command": "bench.py long",
+}
+
+
+@fixture
+def results(tmp_path, monkeypatch) -> Path:
+    """A folder that stands for results/, with one row of table long."""
+    monkeypatch.setattr(report, "HERE", tmp_path)
+    write_rows(tmp_path / "2026-11-2xh200" / "long.jsonl", [A_ROW])
+    return tmp_path
+
+
+def write_rows(path: Path, rows: list[dict]) -> None:
+    path.parent.mkdir(exist_ok=True)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def test_pages_are_what_the_results_files_give(monkeypatch, capsys, tmp_path):
+    """`report.py --check` finds all pages as they would be written, and names one that is not.
+
+    Catches a number on a page that no row has.
+    """
+    monkeypatch.setattr(sys, "argv", ["report.py", "--check"])
+    assert report.main() == 0, capsys.readouterr().out
+
+    monkeypatch.setattr(report, "ROOT", tmp_path)
+    stale = tmp_path / "README.md"
+    shown = (ROOT / "README.md").read_text()
+    number = re.search(r"<!-- speed -->(?:.*\n){3}.*?(\d\.\d+) s", shown)
+    stale.write_text(shown[: number.start(1)] + "9.99" + shown[number.end(1) :])
+    monkeypatch.setattr(report, "pages", lambda: [stale])
+    assert report.main() == 1
+    assert f"{stale} is not what the results files give" in capsys.readouterr().out
+
+
+def test_compared_rows_are_measured():
+    """Each line of README's table is our row and a peer's row, of one machine, model and length.
+
+    Catches a ratio of two rows that do not belong together, and a number that nobody measured.
+    """
+    rows = report.read_rows("long")
+    seconds = {
+        (report.hardware_of(r), r["model"], report.tokens_text(r["seq"]), f"{r['step_s']:.4g}")
+        for r in rows
+        if r.get("step_s")
+    }
+    page = (ROOT / "README.md").read_text()
+    table = page.partition("<!-- speed -->\n")[2].partition("<!-- end -->")[0].splitlines()[2:]
+    assert 6 <= len(table) <= 8
+    for line in table:
+        *where, _, ours, theirs, _, ratio = line.strip("| ").split(" | ")
+        ours, theirs = (text.partition(" s,")[0] for text in (ours, theirs))
+        assert {(*where, ours), (*where, theirs)} <= seconds, line
+        assert abs(float(theirs) / float(ours) - float(ratio)) < 0.006, line
+
+
+def test_pictures_say_what_the_rows_say():
+    """speed.svg has the ratios and the MFU of README's table, as text.
+
+    Catches a picture that is older than the table beside it.
+    """
+    picture = (ROOT / "results" / "speed.svg").read_text()
+    for *where, ours, peer in report.shown_comparisons():
+        assert f">{', '.join(where)}<" in picture
+        assert f">{report.ratio(ours, peer):.2f}<" in picture
+        assert f">{ours['mfu_causal']:.1%}<" in picture
+    for name in ("layer", "shards", "timeline", "predictions", "memory", "speed"):
+        text = (ROOT / "results" / f"{name}.svg").read_text()
+        assert "<text" in text and "fill: #ffffff" in text  # text as text, on white
+
+
+def test_pictures_do_not_change_from_run_to_run(tmp_path):
+    """Pictures of ideas are drawn as they are in results/, to the byte.
+
+    Catches a picture that nobody can mend, because its source is lost, and a file that changes with
+    each run.
+    """
+    for draw, name in ((pictures.draw_layer, "layer.svg"), (pictures.draw_shards, "shards.svg")):
+        draw(tmp_path / name)
+        assert (tmp_path / name).read_text() == (ROOT / "results" / name).read_text(), name
+
+
+@parametrize(
+    ("line", "message"),
+    [
+        ("{", "line 2 is no JSON object"),
+        ("[1, 2]", "line 2 lacks commit, flags, hardware, label, versions"),
+        ("12", "line 2 is no JSON object"),
+        ('{"label": "ours", "flags": "", "hardware": "H200", "versions": {}}', "lacks commit"),
+    ],
+)
+def test_a_line_that_is_no_row_is_named(results, line, message):
+    """A broken line of a results file is refused, with its file and its number.
+
+    Catches a half-written row that is left out without a word.
+    """
+    with (results / "2026-11-2xh200" / "long.jsonl").open("a") as f:
+        f.write(line + "\n")
+    with raises(ValueError, match=re.escape(message)) as e:
+        report.read_rows("long")
+    assert "2026-11-2xh200/long.jsonl, line 2" in str(e.value)
+
+
+@parametrize(
+    ("text", "message"),
+    [
+        ("<!-- spede -->\n<!-- end -->\n", "<!-- spede -->: there is no such block, only claim"),
+        ("<!-- rows long -->\n| a |\n", "has no line <!-- end -->"),
+        ("<!-- rows long -->\n<!-- speed -->\n<!-- end -->\n", "has no line <!-- end -->"),
+        ("<!-- rows lnog -->\n<!-- end -->\n", "no results file has such a row"),
+        ("<!-- rows long flash -->\n<!-- end -->\n", "no results file has such a row"),
+        ("<!-- scale nothing -->\n<!-- end -->\n", "scale nothing: scale.json has only"),
+        ("<!-- answer why -->\n<!-- end -->\n", "answer why: there are only speed"),
+    ],
+)
+def test_a_wrong_block_is_named(text, message):
+    """A block that nothing can fill is refused by its name. Catches a table that stays empty."""
+    with raises(ValueError, match=re.escape(message)):
+        report.filled(text)
+
+
+def test_the_newest_row_of_a_setting_is_shown(results):
+    """Of rows with the same setting only the last is shown, also if flags are given in another
+    order or twice. Other hardware, kernels and labels are other settings; rows without flags stay.
+
+    Catches a page that shows a number which was measured again since.
+    """
+    again = A_ROW | {"step_s": 1.5, "flags": "--seq 64K --model 1b"}
+    others = [
+        A_ROW | {"hardware": "NVIDIA H200"},
+        A_ROW | {"kernel": "cudnn"},
+        A_ROW | {"label": "fsdp2 none"},
+        A_ROW | {"flags": "--seq 64K --model 7b"},
+        A_ROW | {"flags": None},
+        A_ROW | {"flags": None},
+    ]
+    write_rows(results / "2026-11-2xh200" / "long.jsonl", [A_ROW, *others[:3]])
+    write_rows(results / "2026-12-2xh200" / "long.jsonl", [again, *others[3:]])
+    shown = report.newest(report.read_rows("long"))
+    assert [r["step_s"] for r in shown] == [2.0, 2.0, 2.0, 1.5, 2.0, 2.0, 2.0]
+    assert report.rows_table("long", "fa4").count("`--model 1b`") == 3
+    assert ", older" in report.rows_table("long", "fa4")
+    with raises(ValueError, match="these rows ran the attention kernels cudnn, fa4. Write a table"):
+        report.rows_table("long")
+
+
+def test_labels_are_words():
+    """A row's first column says in words what its label and its plan say.
+
+    Catches a label that a reader must decode, and a plan that is told wrong.
+    """
+    plan = {"layers": 32, "chunks": 4, "resident": 20, "kept_chunks": 60, "swapped_chunks": 12}
+    ours = A_ROW | {"p": 1, "g": 2, "os": 2, "sp": 2, "ring": 2, "activations": plan}
+    assert report.what_ran(ours) == (
+        "this project; 2 GPUs share the sequence in a ring; gradients and optimizer states in 2 "
+        "parts; 20 layers stay on the GPU with 75% of their chunks; the other 12 swap x, o and 25% "
+        "of their chunks"
+    )
+    whole = plan | {"chunks": 1, "resident": 32, "kept_chunks": 32, "swapped_chunks": 0}
+    texts = [
+        (A_ROW | {"activations": None}, "this project; all layers stay on the GPU"),
+        (A_ROW | {"activations": whole}, "this project; all layers stay on the GPU"),
+        (
+            A_ROW | {"activations": plan, "recompute": "full"},
+            "this project; every layer is recomputed",
+        ),
+        (
+            A_ROW | {"activations": plan | {"kept_chunks": 0, "swapped_chunks": 0, "stride": 3}},
+            "this project; 20 layers stay on the GPU with x and o only, one in 3 with x; the other 12"
+            " swap x and o",
+        ),
+        (
+            A_ROW | {"label": "fsdp2 selective host"},
+            "FSDP2, recomputes all but attention, model states on the host",
+        ),
+        (
+            A_ROW | {"label": "transformers bf16 liger full"},
+            "transformers, bf16 weights and states, Liger's kernels, recomputes every layer",
+        ),
+        (
+            A_ROW | {"label": "ours 1,1,4 intra M=1", "flags": None},
+            "this project; intra; optimizer states in 4 parts",
+        ),
+        (
+            A_ROW | {"label": "4,4,4 M=1 without spread, reduce"},
+            "this project; without param_broadcast, grad_reduce; parameters, gradients and optimizer"
+            " states in 4 parts",
+        ),
+    ]
+    for row, text in texts:
+        assert report.what_ran(row) == text
+    assert report.factors_text(Factors(1, 1, 1)) == "every GPU holds all model states"
+    assert report.hardware_of({"hardware": "NVIDIA H100 80GB HBM3"}) == "1 H100"
+    assert report.tokens_text(1_392_640) == "1,360K" and report.tokens_text(100) == "100"
+    # every label of every row that pages show is told without the label's own short forms
+    for table in report.TABLE_COLUMNS:
+        for row in report.shown(table):
+            words = report.what_ran(row)
+            assert not re.search(r"\bk=|alpha=|M=\d|^ours|\bspread\b|--", words), words
+
+
+def test_results_files_are_named_by_month_machine_and_table(tmp_path, monkeypatch):
+    """bench.py's files are OUT/MONTH-MACHINE/TABLE.jsonl, and a line is added on its own line.
+
+    Catches rows of two machines or two tables in one file, and a row that is glued to a broken one.
+    """
+    monkeypatch.setattr(sys, "argv", ["bench.py", "--out", str(tmp_path)])
+    args = bench.parse()
+    for hardware, machine in (
+        ("4 x NVIDIA H200", "4xh200"),
+        ("NVIDIA H100 80GB HBM3", "h100"),
+        ("2 x NVIDIA A100-SXM4-80GB", "2xa100-sxm4-80gb"),
+        ("CPU", "cpu"),
+    ):
+        file = bench.results_file(args, True, hardware)
+        month, _, name = file.parent.name.partition("-" + machine)
+        assert (
+            re.fullmatch(r"\d{4}-\d\d", month) and not name and file.name == f"{args.table}.jsonl"
+        )
+
+    file = tmp_path / "rows.jsonl"
+    bench.append_line(file, "{}")
+    with file.open("a") as f:
+        f.write('{"half')
+    bench.append_line(file, "[]")
+    assert file.read_text().splitlines() == ["{}", '{"half', "[]"]
