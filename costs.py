@@ -12,7 +12,8 @@ Legend:
 
     N tokens of a micro-batch on a rank     L layers, M micro-batches per step
     C width, F feed-forward width           H query heads, K key/value heads
-    V vocabulary                            P parameters of a rank before they are sharded
+    V vocabulary                            P parameters of a rank before they are sharded. Frozen
+                                            ones are in `parameters` and in gathers only
     p, g, os sharding factors (AMSP)        e bytes per element, tp tensor-parallel ranks
     n layers of a virtual stage. The last k are resident: they copy nothing to the host
     m layers per group. Only a group's first layer saves its input x
@@ -66,7 +67,8 @@ stage. The seconds are those of the last stage, which has the most layers, plus 
 Left out: ranks that wait for a slower one, the first step's compilation, reductions of a few
 numbers such as the loss (0.1 % of the shortest steps), the embedding's forward, the last norm, and
 waits for weights that the host is still updating. A pipeline is timed as if a micro-batch ran
-through all layers of a stage at once.
+through all layers of a stage at once. If the first layers are frozen, so that backward does not
+reach them, their bytes are counted all the same in token chunks and in a pipeline.
 
 If you change model.Block, its matrices and what it saves are counted without an edit here. Its
 element-wise kernels are rows of the tables above `layer_tensors`: add yours there.

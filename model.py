@@ -92,6 +92,9 @@ sees each layer as one operator, ops.CustomGradient:
 
 Biases of q, k, v (Qwen2) and norms of q and k (Qwen3) are fields of ModelConfig, off by default.
 
+A weight may be frozen (ops.Weight): then it has no gradient and no states, and a backward pass ends
+at the first layer with a weight that trains. examples/lora.py freezes all but adapters.
+
 With ModelConfig.tied, `head` is the same Matrix as `embed`. It appears once among the parameters, as
 embed.weight. Imports are tied if their checkpoint is; the models in MODELS are not.
 

@@ -1564,13 +1564,16 @@ def command(plan: Plan, asked) -> str:
     if values["recompute"] != "auto":
         del values["chunk"]
     del values["seq"]  # train.py has another default, so the command always says it
+    architecture = ""
+    if asked.architecture != "llama":
+        architecture = f" --architecture {asked.architecture}"
     nodes = plan.ranks // plan.per_node
     rendezvous = ""
     if nodes > 1:
         rendezvous = " --rdzv-backend c10d --rdzv-id RUN --rdzv-endpoint FIRST_NODE:29400"
     return (
         f"torchrun --nproc_per_node {plan.per_node} --nnodes {nodes}{rendezvous} train.py "
-        f"--model {asked.model} --seq {in_size(plan.seq)} {non_default_flags(values)}"
+        f"--model {asked.model}{architecture} --seq {in_size(plan.seq)} {non_default_flags(values)}"
     )
 
 

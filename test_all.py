@@ -1347,7 +1347,7 @@ ALONE = [
 PICKED = [
     make_case(line)
     for line in """
-2 frozen=base pp=2 parts=2 micro=4 keep=mixed model=deep # virtual stages swap different numbers
+2 pp=2 parts=2 micro=4 keep=mixed model=deep          # virtual stages swap different numbers
 4 os=4 layout=inter optimizer=muon place=host
 4 pp=4 parts=2 micro=4 model=deep                     # 17 layers on 8 virtual stages
 4 frozen=some pp=2 parts=2 micro=2 keep=neither model=deep os=2
@@ -1363,9 +1363,9 @@ PICKED = [
 2 frozen=some tp=2 mode=mtp keep=mixed block=gated    # whole weights meet split ones
 2 frozen=base tp=2 mode=mtp keep=again groups=2
 2 tp=2 mode=mtp keep=no-x moments=bf16
-2 frozen=base tp=2 mode=mtp keep=neither model=deep
+2 tp=2 mode=mtp keep=neither model=deep
 4 tp=2 mode=mtp sp=2 keep=no-o
-4 tp=2 mode=mtp p=2 g=2 os=2 keep=mixed block=norms
+4 frozen=base tp=2 mode=mtp p=2 g=2 os=2 keep=mixed block=norms
 4 sp=4 ring=4 model=mqa                               # keys are passed on more than once
 4 frozen=base sp=4 ring=4 keep=swapped g=4 os=4
 4 frozen=some p=4 g=4 os=4 keep=again
@@ -1381,7 +1381,7 @@ COVER = [
     for line in """
 1 model=mqa docs=1 layout=inter keep=swapped moments=bf16
 1 model=mha groups=2 layout=inter place=host open=1 keep=swapped
-1 model=mqa block=norms docs=1 layout=inter keep=neither optimizer=muon tied=1
+1 frozen=base model=mqa block=norms docs=1 layout=inter keep=neither optimizer=muon tied=1
 2 model=mha block=norms docs=1 groups=2 p=2 g=2 os=2 layout=inter place=host open=1 keep=neither \
 dtype=bf16 moments=bf16
 2 model=mqa block=fork pp=2 layout=inter place=host open=1 keep=kept optimizer=muon tied=1

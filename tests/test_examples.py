@@ -49,6 +49,7 @@ EXAMPLES = {
     "gelu": "--architecture gelu",
     "gemma": "--architecture gemma",
     "local": "--attention local",
+    "lora": "--architecture lora",
     "muon": "--optimizer muon",
     "schedule": "--schedule wsd-linear",
 }

@@ -1,7 +1,6 @@
 """Show that forks which would train wrong without an error are refused by name."""
 
 import functools
-import itertools
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
@@ -928,15 +927,13 @@ def skip_frozen_matrices(lines: list[str]) -> None:
     groups = {}
     test_all.Block = FrozenExpert
     for line in lines:
-        for llama_class, users in itertools.product((model.LLaMA, AllButHead), (0, 1, 2)):
+        for llama_class, users in ((model.LLaMA, 1), (AllButHead, 1), (AllButHead, 0)):
             train.LLaMA, FrozenExpert.users = llama_class, users
             made, llama, states = make_run(make_case(line), groups, SpoilingStream)
             train.load_random_weights(made, states)
-            for _ in range(2):
-                batch = train.load_batch(made, 0)
-                _, norm, finite = train.run_step(llama, states, batch, 0.1, 0.0)
-                assert finite and norm > 0
-            states.check_uses()
+            batch = train.load_batch(made, 0)
+            _, norm, finite = train.run_step(llama, states, batch, 0.1, 0.0)
+            assert finite and norm > 0
 
     # a matrix that trains must not be skipped, also if no vector's gradient tells all ranks
     train.LLaMA, FrozenExpert.users = OnlyMatrices, 1
@@ -955,4 +952,4 @@ def test_frozen_matrices_may_be_skipped():
     Catches an all-gather that only some ranks launch, and a misuse that only one rank notices
     because no vector trains.
     """
-    on_ranks(2, skip_frozen_matrices, ["2", "2 p=2 g=2 os=2 micro=2", "2 p=2 g=2 os=2 keep=mixed"])
+    on_ranks(2, skip_frozen_matrices, ["2 p=2 g=2 os=2", "2 p=2 g=2 os=2 keep=mixed"])

@@ -1124,5 +1124,6 @@ def test_adapters_are_merged_or_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(LoRAModel, "own_weights", ())
     with raises(ValueError, match="blocks.0.qkv.a.weight: Hugging Face's files have no 'a'"):
         hf.parts_of(cfg)
+    hf_model(tmp_path, shard="1GB")
     with raises(ValueError, match="--architecture lora: --init hf:DIR brings its own layers"):
         main(f"--init hf:{tmp_path} --architecture lora --out {tmp_path}/o")
