@@ -87,6 +87,7 @@ from examples.block import ForkBlock
 from examples.lora import ALPHA, RANK, LoRABlock, LoRAModel
 from ranks import Groups, use_more_queues
 
+torch.set_num_threads(1)  # if torch was imported before OMP_NUM_THREADS was set above
 ROOT = Path(__file__).parent  # the project's folder
 ALL_COMBINATIONS = bool(os.environ.get("ALL_COMBINATIONS"))  # make test-all: many more cases
 RUN_SECONDS = 10800 if ALL_COMBINATIONS else 1200  # limit for train.py or a worker of many cases
