@@ -389,6 +389,7 @@ class Matrix(Weight):
     never `add_grad`. It takes 2/p bytes per parameter in bf16, and is still gathered if p > 1.
     Nothing is computed or sent for its gradient. If it is used outside of these functions, no
     gradient tells, so nothing stops the run.
+
     A pass uses a matrix once. Only the embedding may be used twice, as embedding and as head
     (model.ModelConfig.tied): shard.py expects two contributions to its gradient.
     """
