@@ -441,14 +441,14 @@ def open_weights(
     weight in float32, on the CPU.
 
     A weight is read when read() is called. shapes: of LLaMA.shapes. state_name: the state that
-    holds the weight, Optimizer.exported for what an export would write. Both functions raise
-    ValueError, read() also for values that are not finite.
+    holds a weight that trains, Optimizer.exported for what an export would write. Both functions
+    raise ValueError, read() also for values that are not finite.
     """
     states = open_parts(saved)
     weights = {}
     for name, state in states.items():
         kind, _, weight = name.partition(".")
-        if kind == state_name:
+        if kind in (state_name, "frozen"):
             weights[weight] = state
     wrong = [
         name

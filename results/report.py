@@ -300,7 +300,9 @@ COLUMNS = {  # title -> what it says of a row
 }
 LEFT = ("what ran", "hardware", "model", "flags")  # columns that are aligned left
 TABLE_COLUMNS = {  # table of bench.py -> its columns between "tokens" and "commit"
-    "step": ["step, s", "tokens/s per GPU", "MFU, causal", "GPU GiB"],
+    "step": ["step, s", "tokens/s per GPU", "MFU, causal", "of bound", "GPU GiB"],
+    "machine": ["step, s", "tokens/s per GPU", "MFU, causal", "of bound", "GPU GiB", "host GiB"],
+    "parallel": ["micro-batches", "step, s", "tokens/s per GPU", "MFU, causal", "of bound", "GPU GiB"],
     "long": ["sequences", "step, s", "tokens/s per GPU", "MFU, causal", "of bound", "GPU GiB", "host GiB"],
     "ring": ["step, s", "tokens/s per GPU", "MFU, causal", "of bound", "GPU GiB"],
     "offload": ["step, s", "tokens/s per GPU", "MFU, causal", "of bound", "GPU GiB", "host GiB"],
@@ -344,6 +346,11 @@ def rows_table(table: str, kernel: str = "") -> str:
     Raises ValueError if there are no such rows, or if they ran several attention kernels: rows of one
     table should differ in one thing.
     """
+    if table not in TABLE_COLUMNS:
+        raise ValueError(
+            f"rows {table}: TABLE_COLUMNS names no columns for it, only for those of "
+            f"{', '.join(TABLE_COLUMNS)}"
+        )
     rows = shown(table, kernel)
     if not rows:
         raise ValueError(f"rows {table} {kernel}: no results file has such a row")

@@ -126,12 +126,13 @@ def test_greedy_text_of_a_tied_import_equals_transformers(tmp_path):
         assert len(wanted) > 3 and drawn[: len(wanted)] == wanted, ours
 
 
-@parametrize("flags", ["", "--architecture gemma --attention local"])
+@parametrize("flags", ["", "--architecture gemma --attention local", "--architecture lora --lr 1"])
 def test_a_checkpoint_has_the_run_s_validation_loss(flags, tmp_path):
     """The model of a checkpoint has the loss that the run's last evaluation had.
 
-    So has that of a fork whose layers and kernel are not Llama's. Catches a kernel or a layer that
-    sample.py would replace by Llama's.
+    So has that of a fork whose layers and kernel are not Llama's, and that of adapters on a frozen
+    model. Catches a kernel or a layer that sample.py would replace by Llama's, and frozen weights
+    that are not read.
     """
     run(f"--steps 3 --lr 0.02 --warmup 0 --eval-every 0 {flags} --out {tmp_path}")
     wanted = read_log(tmp_path)[-1]["val_loss"]
