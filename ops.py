@@ -290,9 +290,9 @@ class PlainEvents:
         all kernels that read W before it unshards a matrix of the next layer. After that, W's
         buffer may be refilled.
     add_grad(matrix, compute) -> dW (rows, cols), or None
-        Comes once per contribution to dW; never for a frozen matrix. compute(out, beta) writes beta * out + contribution into
-        `out` and returns it; out=None returns a new tensor. What add_grad returns goes to autograd.
-        shard.States keeps dW in a buffer of its own, and returns None.
+        Comes once per contribution to dW; never for a frozen matrix. compute(out, beta) writes beta
+        * out + contribution into `out` and returns it; out=None returns a new tensor. What add_grad
+        returns goes to autograd. shard.States keeps dW in a buffer of its own, and returns None.
     """
 
     def unshard(self, matrix: nn.Module, backward: bool) -> Tensor:
