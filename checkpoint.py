@@ -11,9 +11,10 @@
 
 A checkpoint holds the optimizer states of each weight, and the number of updates. With AdamW the
 states are the float32 `master` weight, `exp_avg` and `exp_avg_sq`. It holds no bf16 weights and no
-gradients. Frozen weights are the exception: such a weight has one state, `frozen`, which is the
-weight in the dtype in which the run holds it. A resume makes the bf16 weights again by rounding the master weights
-(States.restore_weights). Forward passes use the bf16 weights, an export the master weights.
+gradients. A resume makes the bf16 weights again by rounding the master weights
+(States.restore_weights). Forward passes use the bf16 weights, an export the master weights. A
+frozen weight is the exception. It has one state, `frozen`, which is the weight itself, in the dtype
+in which the run holds it.
 
 Another number of ranks can read it. A part is the elements [start, start + count) of a state's flat
 tensor. A rank that resumes, under any factors, finds in all files the parts that overlap with its

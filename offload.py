@@ -240,7 +240,8 @@ class SavedLayer:
                                                 tensors are by then
 
         A part of a larger tensor is copied (`store`), so if two operators save it, it is stored
-        twice. half: "pre" or "post". Raises ValueError if the block changes a saved tensor in place.
+        twice. half: "pre" or "post". Raises ValueError if the block changes a saved tensor in
+        place.
         """
         # autograd's graph holds `pack` and `unpack`, and this layer holds the graph. Such a cycle,
         # through C++, is never collected, so the hooks must not hold the layer

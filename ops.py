@@ -290,9 +290,9 @@ class PlainEvents:
         all kernels that read W before it unshards a matrix of the next layer. After that, W's
         buffer may be refilled.
     add_grad(matrix, compute) -> dW (rows, cols), or None
-        Comes once per contribution to dW; never for a frozen matrix. compute(out, beta) writes beta * out + contribution into
-        `out` and returns it; out=None returns a new tensor. What add_grad returns goes to autograd.
-        shard.States keeps dW in a buffer of its own, and returns None.
+        Comes once per contribution to dW; never for a frozen matrix. compute(out, beta) writes beta
+        * out + contribution into `out` and returns it; out=None returns a new tensor. What add_grad
+        returns goes to autograd. shard.States keeps dW in a buffer of its own, and returns None.
     """
 
     def unshard(self, matrix: nn.Module, backward: bool) -> Tensor:
@@ -389,6 +389,7 @@ class Matrix(Weight):
     never `add_grad`. It takes 2/p bytes per parameter in bf16, and is still gathered if p > 1.
     Nothing is computed or sent for its gradient. If it is used outside of these functions, no
     gradient tells, so nothing stops the run.
+
     A pass uses a matrix once. Only the embedding may be used twice, as embedding and as head
     (model.ModelConfig.tied): shard.py expects two contributions to its gradient.
     """

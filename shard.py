@@ -425,8 +425,9 @@ def check_weights(model: nn.Module, stages: int = 1) -> None:
     if wrong:
         raise ValueError(
             f"{', '.join(wrong)}: these would not train. Only the weight of a model.Matrix (large) "
-            "or a model.Vector (small) is updated, or frozen. The weights of other modules, such as "
-            "nn.Linear, are not, and a buffer on the meta device gets no values."
+            "or a model.Vector (small) is updated, or stays as it is if it is frozen. The weights of "
+            "other modules, such as nn.Linear, are not, and a buffer on the meta device gets no "
+            "values."
         )
 
 
