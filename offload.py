@@ -293,7 +293,11 @@ class SavedLayer:
         # tensor that is not contiguous is copied, too: a prefetch returns contiguous tensors, and
         # unpack must find the same strides before and after it
         is_part = t.nbytes < t.untyped_storage().nbytes()
-        if is_part or not t.is_contiguous():
+        # so is a view of x or o in another dtype: it is a part of them unless there is one chunk,
+        # and what is stored must not depend on that
+        inputs = [self.tensors[name] for name in ("x", "o") if name in self.tensors]
+        is_input = storage_id(t) in map(storage_id, inputs)
+        if is_part or is_input or not t.is_contiguous():
             t = t.clone(memory_format=torch.contiguous_format)
         number = len(self.tensors)
         self.tensors[number] = t

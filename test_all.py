@@ -1882,7 +1882,7 @@ def test_fork_optimizer(tmp_path):
     Catches an example whose lines do not run, and a plan that splits matrices although the
     optimizer needs whole ones.
     """
-    flags = f"--out {tmp_path}/o --optimizer muon"
+    flags = f"--out {tmp_path}/o --optimizer muon --warmup 1"
     text = run(f"{flags} --p 2", 2, expect=1)
     assert "needs whole matrices: --os-layout inter --p 1" in text
     assert " inter; " in run(f"{flags} --os 2", 2)

@@ -236,7 +236,7 @@ REFUSED = [
     ("bench.py step --skip foo", "unrecognized arguments: --skip foo"),
     ("bench.py step --gpu-memory -1", "--gpu-memory -1: choose a value from 1"),
     ("bench.py --gpu-memory 1M --out new", "none of the models .* fits this machine"),
-    ("bench.py --out big.bin/x", "big.bin/x cannot be written.*Name another folder"),
+    ("bench.py --out big.bin/x", "big.bin/x/.* cannot be written.*Name another folder"),
 ]
 
 
