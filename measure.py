@@ -309,8 +309,9 @@ class Machine:
         return np.max(gather_objects(seconds), axis=0).tolist()
 
     def attention_launches(self, op):
-        """Return the mean seconds that the host takes to launch op's forward and its backward, on 8
-        heads of head width 128 per rank."""
+        """Return the seconds that the host takes to launch op's forward and its backward, on 8
+        heads of head width 128 per rank. It is the median: a single delay of the host would be
+        longer than the difference that head_group_launches looks for."""
         q, k, v, do = (self.random(1, 128, 8 * op.exchange.ranks, 128) for _ in range(4))
         moments = []  # per call: the seconds of forward and of backward
         for _ in range(30):
@@ -322,7 +323,7 @@ class Machine:
             op.backward(lambda: (do, []), q, k, v, o, lse)
             moments.append([forward, time.perf_counter() - start])
             self.synchronize()
-        return np.mean(moments[5:], axis=0)  # five calls warm up
+        return np.median(moments[5:], axis=0)  # five calls warm up
 
     def collective_rates(self):
         """Return bytes/s of collectives by operation and mesh, as points [bytes, bytes/s].
