@@ -1,10 +1,11 @@
-"""Forks of a few lines. Each one adds rows to a table, and a flag of train.py chooses a row.
+"""Forks of a few lines. Each one adds rows to a table, such as model.ARCHITECTURES or
+optim.OPTIMIZERS, and a flag of train.py chooses a row.
 
 To switch one on, write `import examples.NAME` in train.py, below its other imports, and pass its
 flag. For example, `import examples.gemma` and `python train.py --architecture gemma`. A checkpoint
-records the flag, so a resumed run keeps it, and without the import it is refused by name. Write the
-same line in sample.py or planner.py to use them on such a model. To make a fork of your own, copy
-the module, rename its row, and edit it.
+records the flag, so a resumed run keeps it. Without the import, the resume stops with an error that
+names the missing row. To sample from such a model or to plan for it, write the same line in
+sample.py or planner.py. To make a fork of your own, copy the module, rename its row, and edit it.
 
     NAME        what it changes                              flag and rows                  lines
     alibi       attention: each head has its own slope       --attention alibi                 42
@@ -21,13 +22,13 @@ the module, rename its row, and edit it.
     muon        the optimizer of matrices                    --optimizer muon                  34
     schedule    how the learning rate falls                  --schedule linear, wsd-linear     26
 
-Flags of several examples go together: --architecture gemma --attention local --optimizer ema. The
-tests run each example on one rank and on several, with sharded states, Ulysses, tensor and pipeline
-parallelism, and layers that are kept, swapped or recomputed in token chunks. They compare it with
-the same change of a plain PyTorch model (test_all.py). What an example cannot do is in its header,
-and is refused by name.
+Flags of several examples can be combined: --architecture gemma --attention local --optimizer ema.
+The tests run each example on one rank and on several, with sharded states, Ulysses, tensor and
+pipeline parallelism, and with layers that are kept, swapped or recomputed in token chunks. They
+compare it with a plain PyTorch model that has the same change (test_all.py). An example's header
+says what it cannot do. If a run asks for that, it stops with an error that says so.
 
-Other changes need no example. Write them here:
+Other changes need no example. This table says where to make them:
 
     attention and MLP side by side           Block.post: both read norm1 (project(..., self.norm,
                                              x, self.norm1.weight)), and their sum is added to x
