@@ -2,12 +2,13 @@
 
 To switch one on, write `import examples.NAME` in train.py, below its other imports, and pass its
 flag. For example, `import examples.gemma` and `python train.py --architecture gemma`. A checkpoint
-records the flag, so a resumed run keeps it, and without the import it is refused by name. Write the
-same line in sample.py or planner.py to use them on such a model. To make a fork of your own, copy
-the module, rename its row, and edit it.
+records the flag, so a resumed run keeps it, and without the import it is refused by name. To use
+sample.py or planner.py on such a model, write the same import there. To make a fork of your own,
+copy the module, rename its row, and edit it.
 
     NAME        what it changes                              flag and rows                  lines
-    alibi       attention: each head has its own slope       --attention alibi                 42
+    alibi       attention: a penalty for distance, whose     --attention alibi                 42
+                slope depends on the head
     block       the layer: biases, more norms, a gate        --architecture fork               36
     ema         the optimizer also averages the weights,     --optimizer ema                   44
                 and an export writes the average
@@ -16,16 +17,16 @@ the module, rename its row, and edit it.
                 embedding is scaled
     local       attention differs by layer: local and        --attention local                 51
                 global layers in turn
-    lora        adapters on a frozen model train; an         --architecture lora                60
+    lora        adapters on a frozen model train; an         --architecture lora                62
                 export merges them
-    muon        the optimizer of matrices                    --optimizer muon                  34
+    muon        the optimizer of matrices                    --optimizer muon                  35
     schedule    how the learning rate falls                  --schedule linear, wsd-linear     26
 
 Flags of several examples go together: --architecture gemma --attention local --optimizer ema. The
 tests run each example on one rank and on several, with sharded states, Ulysses, tensor and pipeline
-parallelism, and layers that are kept, swapped or recomputed in token chunks. They compare it with
-the same change of a plain PyTorch model (test_all.py). What an example cannot do is in its header,
-and is refused by name.
+parallelism, and layers that are kept, swapped or recomputed in token chunks. They compare it with a
+plain PyTorch model that has the same change (test_all.py). What an example cannot do is in its
+header, and is refused by name.
 
 Other changes need no example. Write them here:
 
@@ -38,7 +39,7 @@ Other changes need no example. Write them here:
     a head for the token after the next      LLaMA.apply_head, with labels_ahead = 2
     learned positions                        LLaMA.embed_tokens, from the positions that it gets
     attention sinks, capped scores           a kernel, as alibi and local are
-    Lion, SGD                                an optimizer, as in optim.py's docstring
+    Lion, SGD                                an optimizer, like SGD in optim.py's docstring
     Adafactor, LARS                          an optimizer of whole matrices, as muon is
     muP: a learning rate per matrix          an optimizer: adamw(u._replace(lr=...)) by u.name
 """
