@@ -17,7 +17,7 @@ copy the module, rename its row, and edit it.
                 embedding is scaled
     local       attention differs by layer: local and        --attention local                 51
                 global layers in turn
-    lora        adapters on a frozen model train; an         --architecture lora                62
+    lora        adapters on a frozen model train; an         --architecture lora                60
                 export merges them
     muon        the optimizer of matrices                    --optimizer muon                  35
     schedule    how the learning rate falls                  --schedule linear, wsd-linear     26

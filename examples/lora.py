@@ -3,19 +3,17 @@
 Each of a layer's four matrices W gets two small ones, A (r, cols) and B (rows, r). The product is
 x W^T + alpha / r * (x A^T) B^T. A starts random, B starts as 0, and only A and B train. All other
 weights are frozen. They take 2/p bytes per parameter, and are gathered if p > 1, but they have no
-gradients and no optimizer states, and are not sent after an update. With r = 16, the adapters of an
-8B model have 36 million parameters. The weights, gradients and states of adapters take 0.5 GiB;
-those of all 8B parameters would take 15 + 15 + 90 GiB. A layer saves 4 r more elements per token,
-and computes norms and SwiGLU twice.
+gradients and no optimizer states. With r = 16, the adapters of an 8B model have 36 million
+parameters. Their weights, gradients and states take 0.5 GiB; those of the whole model would take
+15 + 15 + 90 GiB. A layer saves 4 r more elements per token, and runs norms and SwiGLU twice.
 
 To switch it on, write `import examples.lora` in train.py, below its other imports, and pass
 `--architecture lora`. `--init hf:DIR` imports the base. `--export` merges the adapters: it writes
 W + alpha / r * B A, and proves on a small model that transformers computes the same from it.
 
-Example: no plan trains all 8B weights on 512K tokens and one H100 with 80 GB. A step would need at
-least 100.5 GiB, and 75.2 GiB are free. With adapters planner.py predicts 502.6 s per step,
-1,043 tokens per second, 75.1 GiB on the GPU and 109.1 GiB on the host. It does not count the time
-of adding the two products:
+Example: no plan trains all 8B weights on 512K tokens and one H100, because a step needs at least
+100.5 GiB, and 75.2 GiB are free. With adapters planner.py predicts 502.6 s per step, 1,043 tokens
+per second, 75.1 GiB on the GPU, 109.1 GiB on the host. It does not count adding the two products:
 
     planner.py --model llama3-8b --architecture lora --cluster h100x1 --ranks 1 --seq 512K --batch 1
     train.py --init hf:DIR --architecture lora --seq 512K --batch 1
