@@ -16,9 +16,9 @@ A layer works on each token separately, except for attention. So it has three pa
     y       = block.post(x, o, positions)  output projection, norm, SwiGLU, residuals   per token
 
 To change a layer, edit class Block and no other, or add a subclass to ARCHITECTURES, as
-examples/gemma.py does: chunks, swapping, recomputation and sharding follow. (Predicted seconds, names in Hugging Face's files, and the plain model of the tests do not
-follow. A table in Block's docstring says where they are.) The docstring also says what a layer may
-do.
+examples/gemma.py does. Chunks, swapping, recomputation and sharding follow. Predicted seconds,
+names in Hugging Face's files, and the plain model of the tests do not follow: a table in Block's
+docstring says where to change them. The docstring also says what a layer may do.
 
 The model knows neither ranks nor streams. Other files act on it from outside, in these places:
 
@@ -92,11 +92,12 @@ sees each layer as one operator, ops.CustomGradient:
 
 Biases of q, k, v (Qwen2) and norms of q and k (Qwen3) are fields of ModelConfig, off by default.
 
-A weight may be frozen (ops.Weight): then it has no gradient and no states, and a backward pass ends
-at the first layer with a weight that trains. examples/lora.py freezes all but adapters.
+A weight may be frozen (ops.Weight). Then it has no gradient and no optimizer states. If the
+embedding is frozen, a backward pass ends at the first layer with a weight that trains.
+examples/lora.py freezes all weights except its adapters.
 
-With ModelConfig.tied, `head` is the same Matrix as `embed`. It appears once among the parameters, as
-embed.weight. Imports are tied if their checkpoint is; the models in MODELS are not.
+With ModelConfig.tied, `head` is the same Matrix as `embed`. It appears once among the parameters,
+as embed.weight. An import is tied if its files are; the models in MODELS are not tied.
 
 Left out: dropout, mixture of experts, inference caches, other biases. hf.py reads and writes files.
 """
@@ -219,7 +220,8 @@ class Block(nn.Module):
         here: end of post   project(down, GEGLU, ...)   project(down, GELU, ...)
         hf.py               "hidden_act": "gelu", in    none: no family that hf.py knows has such a
                             REQUIRED_VALUES and         layer, so imports and exports are refused
-                            export_config (only if you edit Block: a row of ARCHITECTURES is refused)
+                            export_config (only if you edit Block:
+                            a row of ARCHITECTURES is refused)
         costs.py (seconds)  the SwiGLU rows of the tables above layer_tensors, and gate_up's width
         test_all.py         a row of ACTIVATIONS, by which PlainLayer computes the same
     """
@@ -306,22 +308,24 @@ plain_attention = PlainAttention()
 class LLaMA(nn.Module):
     """The whole model: embedding, layers, final norm, head and loss.
 
-    A tied model saves V * C parameters, and begins with other first weights. An untied embedding
-    is normal(0, 1). A tied one is normal(0, 1 / sqrt(C)), as a head is. With standard deviation 1,
-    the first logits would be sqrt(C) times too large, and the first loss far above log(V).
+    A tied model has V * C parameters less, and its embedding starts smaller. An untied embedding is
+    normal(0, 1). A tied one is normal(0, 1 / sqrt(C)), as a head is. With standard deviation 1, the
+    first logits would be sqrt(C) times too large, and the first loss far above log(V).
 
     attention: (q, k, v) -> (o, lse). Its method of_layer(i) returns the attention of layer i. If
     forward gets documents, it also needs with_documents(documents), which returns the attention of
     a micro-batch whose tokens attend only to their own document. PlainAttention has no such method.
 
-    LLaMA(cfg) returns an object of the class that cfg.architecture names (ARCHITECTURES). So whoever
-    makes a model from its sizes, such as train.py or hf.py, makes the right one.
+    LLaMA(cfg) returns an object of the class that cfg.architecture names (ARCHITECTURES). So
+    train.py and hf.py, which make a model from its sizes, get the right class. Pass cfg by
+    position, because __new__ does not look for a keyword.
     """
 
     labels_ahead = 1  # labels per token: the next n tokens, here n = 1
-    # last words of the names of weights that Hugging Face's files do not have, although they have
-    # all others. ("a", "b"), say, stands for blocks.0.qkv.a.weight and others. An import leaves
-    # them at their first values, and an export leaves them out (export_weight)
+    # attribute names of the weights that a fork has in addition to those of Hugging Face's files.
+    # For example, "a" stands for blocks.0.qkv.a.weight and for all other weights of this name. An
+    # import leaves them at their first values. An export has no tensors for them: export_weight
+    # can merge them into other weights
     own_weights: tuple[str, ...] = ()
     # positions of the tokens of q, k, v on this rank -> positions of the tokens of x
     select_tp_tokens = staticmethod(identity)
@@ -371,15 +375,16 @@ class LLaMA(nn.Module):
 
     @functools.cached_property
     def forward_only_layers(self) -> int:
-        """Return how many of the first layers need no backward, because no weight trains up to
-        their end. Read this before pipeline.py splits the model.
+        """Return how many of the first layers need no backward, because the embedding and these
+        layers are frozen. Read this before pipeline.py splits the model.
 
-        Example: only layers 2 and 4 of five, and the head, have weights that train. Backward ends
-        at layer 2. It passes through layer 3, but layers 0 and 1 need none: the result is 2.
+        Example: of five layers, 0 to 4, only layers 2 and 4 have weights that train, and so does
+        the head. Backward passes through layers 4 and 3, and ends at layer 2. Layers 0 and 1 need
+        no backward, so the result is 2.
         """
         trained = [name for name in self.shapes if name not in self.frozen_weights]
         places = [tuple(name.split(".")) for name in trained]
-        # the embedding, and what else a fork's embed_tokens may use
+        # the embedding, or another weight, which a fork's embed_tokens may use
         if any(path[0] not in ("blocks", "norm", "head") for path in places):
             return 0
         layers = [int(path[1]) for path in places if path[0] == "blocks"]
@@ -398,9 +403,9 @@ class LLaMA(nn.Module):
         return weight_init
 
     def export_weight(self, name: str, full_param: Callable[[str], Tensor]) -> Tensor:
-        """Return a weight as an export writes it. full_param(name) returns a whole weight of the
-        run, in float32 or wider, and is a collective of all ranks. A fork that has `own_weights`
-        merges them here into the others (examples/lora.py)."""
+        """Return a weight as an export writes it. A fork that has `own_weights` merges them here
+        into the other weights (examples/lora.py). full_param(name) returns a whole weight of the
+        run, in float32 or wider. It is a collective of all ranks."""
         return full_param(name)
 
     def init_weights(self, seed: int) -> None:
@@ -586,8 +591,8 @@ class ParamCounts(NamedTuple):
     """The numbers of a model's parameters, by what a step computes for them."""
 
     trained: int
-    frozen: int  # backward passes through them
-    forward_only: int  # frozen, and backward does not reach them
+    frozen: int  # those that backward passes through
+    forward_only: int  # frozen ones that backward does not reach
 
     def __str__(self) -> str:
         all_frozen = self.frozen + self.forward_only

@@ -344,9 +344,9 @@ class TensorSlice:
 class Weight(nn.Module):
     """What a Matrix and a Vector have in common: a parameter `weight` that may be frozen.
 
-    A frozen weight keeps its values: it has no gradient and no optimizer states. Gradients still
-    pass through its products to earlier layers. Freeze weights while the model is on the meta
-    device, in `__init__` of a Block or of a LLaMA:
+    A frozen weight keeps its values: it has no gradient and no optimizer states. Backward still
+    computes the gradients of its products' inputs, which earlier layers need. Freeze weights while
+    the model is on the meta device, in `__init__` of a Block or of a LLaMA:
 
         self.norm1.frozen = True           one weight
         self.requires_grad_(False)         all weights of a module that are defined so far
@@ -363,7 +363,7 @@ class Weight(nn.Module):
         self.weight.requires_grad_(not frozen)
 
     def replace_weight(self, tensor: Tensor) -> None:
-        """Let the weight be this tensor. It stays frozen, or not frozen."""
+        """Make this tensor the weight. The weight stays frozen if it was frozen."""
         self.weight = nn.Parameter(tensor, requires_grad=not self.frozen)
 
 
@@ -385,10 +385,10 @@ class Matrix(Weight):
     are about as large as those of x. residual=True says that the product is added to the residual
     stream. Then std is divided by sqrt(2L), since each of L layers adds two products.
 
-    frozen: see Weight. A frozen matrix raises the event `unshard` in forward and in backward, and
-    never `add_grad`. It takes 2/p bytes per parameter in bf16, and is still gathered if p > 1.
-    Nothing is computed or sent for its gradient. If it is used outside of these functions, no
-    gradient tells, so nothing stops the run.
+    frozen: see Weight. A use of a frozen matrix calls events.unshard in forward and in backward,
+    and never events.add_grad. The matrix takes 2/p bytes per parameter in bf16, and is still
+    gathered if p > 1. Nothing is computed or sent for its gradient. So if it is used outside of
+    these functions, no gradient shows the mistake, and nothing stops the run.
 
     A pass uses a matrix once. Only the embedding may be used twice, as embedding and as head
     (model.ModelConfig.tied): shard.py expects two contributions to its gradient.
@@ -437,7 +437,7 @@ class Vector(Weight):
 
     kind: "norm" starts as 1, "bias" starts as 0. like: the matrix to whose rows the elements
     belong, if there is one. A tensor-parallel rank uses the elements of the rows that it holds.
-    frozen: see Weight. A frozen vector has its 4 bytes per parameter, and no states.
+    frozen: see Weight. A frozen vector takes 4 bytes per parameter, and has no states.
     """
 
     STARTS = {"norm": 1.0, "bias": 0.0}

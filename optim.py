@@ -1,8 +1,9 @@
 """Optimizers, their states in GPU memory or in host memory, and learning-rate schedules.
 
-An optimizer is a function and a list of its states. AdamW here is a dozen lines. A rank updates
-only the elements that it owns: 1/os of each matrix, or with --os-layout inter all or nothing of a
-p-shard (AMSP, section IV; shard.py). Then shard.States broadcasts the updated parameters.
+An optimizer is a function and a list of its states. The arithmetic of AdamW is a dozen lines
+(fused_adamw). A rank updates only the elements that it owns. These are 1/os of each matrix; with
+--os-layout inter they are a whole p-shard of some matrices, and nothing of the others (AMSP,
+section IV; shard.py). Then shard.States sends the updated parameters to the ranks that hold them.
 
 To add an optimizer, write a function like `adamw` and a row of OPTIMIZERS, which --optimizer
 chooses. Its states are then sharded, saved, resumed, moved to the host and counted by the planner,
@@ -25,11 +26,12 @@ states in float32:
             GPU in pieces, while the next forward runs (HostStates)
 
 With --moments bf16 the two moments are in bf16, and 12P becomes 8P. They are rounded up or down at
-random, so that they are right in the mean (round_stochastically). Plain rounding would stop the
-second moment too early: each update takes it 5 % of the way to the squared gradient, and when it is
-still 4 to 8 % away, that step is less than half of the distance between two bf16 numbers.
+random, so that their expected value is right (round_stochastically). Rounding to the nearest number
+would stop the second moment too early. Each update moves it by 5 % of its distance to the squared
+gradient. Neighbouring bf16 numbers differ by 0.4 to 0.8 %. So once the distance is below 4 to 8 %,
+an update moves it by less than half of this difference, and rounding undoes the move.
 
-A row of SCHEDULES says how the learning rate falls (examples/schedule.py adds two).
+A row of SCHEDULES says how the learning rate falls (examples/schedule.py adds two rows).
 
 Left out: learning rates per parameter.
 """
@@ -57,7 +59,7 @@ EPS = 1e-8
 
 
 class Scalars(NamedTuple):
-    """The numbers that all updates of a step share.
+    """The numbers that all updates in a step share.
 
     They are 0-dim tensors on the device, so no update waits for the host. set_scalars writes into
     the same tensors in each step, so a CUDA graph sees the new values.
@@ -75,8 +77,8 @@ class Update(NamedTuple):
     """The argument of an optimizer's function, which writes `weight` and `states` in place.
 
     The tensors are a range of the flat matrix, (n,). If Optimizer.whole, they are the whole matrix,
-    (rows, cols). shard.States also updates all vectors by one Update, whose name is "vectors". It
-    goes to Optimizer.vectors.
+    (rows, cols). One more Update, with the name "vectors", has all vectors that train. It goes to
+    Optimizer.vectors.
     """
 
     name: str  # of the parameter, as in a checkpoint
@@ -95,7 +97,7 @@ class Update(NamedTuple):
     finite: Tensor
     # the slice of the whole matrix in which `start` counts; None: the whole matrix
     tp_slice: TensorSlice | None = None
-    seed: int = 0  # of the run, for an optimizer that rounds at random
+    seed: int = 0  # of the run, for an optimizer that rounds at random. Of vectors it is always 0
 
 
 def make_scalars(device: torch.device, dtype: torch.dtype) -> Scalars:
@@ -150,8 +152,9 @@ class State:
 class Optimizer:
     """A function and its states.
 
-    update(u: Update) writes u.weight and u.states in place. It must keep three rules. Of the first
-    one check_optimizer tests only the name; it tests the other two on an example.
+    update(u: Update) writes u.weight and u.states in place. It must keep three rules.
+    check_optimizer tests on an example whether it keeps rules 2 and 3. Of rule 1 it tests only the
+    name.
 
         1. One state is named "master". It is the weight itself, in float32 or wider.
         2. If u.finite is false, nothing changes. Select by torch.where, as `adamw` does, because
@@ -159,8 +162,9 @@ class Optimizer:
         3. The update of a range of a matrix does not depend on the rest of the matrix. If it does,
            set whole=True.
 
-    It updates every Matrix: the embedding, the head, and the matrices of a layer. There q, k and v
-    are one Matrix, and so are gate and up. `vectors` updates norms and biases.
+    It updates every Matrix that is not frozen: the embedding, the head, and the matrices of layers.
+    In a layer, q, k and v are one Matrix, and so are gate and up. `vectors` updates norms and
+    biases.
     """
 
     update: Callable[[Update], None]
@@ -194,7 +198,8 @@ def adamw_bf16(u: Update) -> None:
 
 
 def run_adamw(u: Update, element_key: Tensor | None, slice_rows: Tensor | None) -> None:
-    """Call fused_adamw. element_key, slice_rows: what draws the random bits; None: no rounding."""
+    """Call fused_adamw. element_key, from element_key_on: None if moments are not rounded at
+    random. slice_rows, from slice_rows_on: None for a whole matrix."""
     master, m, v = (u.states[state.name] for state in ADAMW.states)
     slice_cols = None
     if u.tp_slice is not None and slice_rows is not None:
@@ -262,7 +267,7 @@ BF16_MOMENTS = Optimizer(
     adamw_bf16,
     (State("master"), State("exp_avg", torch.bfloat16), State("exp_avg_sq", torch.bfloat16)),
 )
-# --optimizer: of matrices. A fork adds a row. --moments bf16 chooses the second one
+# --optimizer: the optimizer of matrices. A fork adds a row. --moments bf16 chooses the second row
 OPTIMIZERS = {"adamw": ADAMW, "adamw-bf16": BF16_MOMENTS}
 
 
@@ -273,17 +278,18 @@ OPTIMIZERS = {"adamw": ADAMW, "adamw-bf16": BF16_MOMENTS}
 #
 # The random bits of an element are a function of integers: the seed of the run, the name of the
 # parameter, the number of the update, and the index of the element in the whole matrix. There is no
-# generator with a state. So the result does not depend on who owns the element, on the pieces of an
-# update, or on a resume, and a CPU draws the same bits as a GPU. A step that is skipped because it
-# is not finite does not count as an update, so it uses up nothing.
+# generator with a state. So the bits do not depend on which rank owns the element, on the pieces of
+# an update, or on a resume, and a CPU draws the same bits as a GPU. A step that is skipped, because
+# its loss or gradients are not finite, does not count as an update.
 
 
 def round_stochastically(x: Tensor, bits: Tensor) -> Tensor:
     """Round x to bf16, up or down. bits: 16 random bits per element, as integers.
 
-    A bf16 number is a float32 number whose last 16 bits are 0. Adding a random number below 2^16 to
-    the float32's bits carries into the upper 16 bits with the right probability. Example: the last
-    16 bits are a quarter of 2^16. Then a quarter of all random numbers carries.
+    A bf16 number is a float32 number whose last 16 bits are 0. If a random number below 2^16 is
+    added to the float32's bits, read as an integer, it carries into the upper 16 bits with the
+    right probability. Example: the last 16 bits are a quarter of 2^16. Then a quarter of all random
+    numbers make a carry.
     """
     as_integer = x.to(torch.float32).view(torch.int32) + bits.to(torch.int32)
     upper_bits = as_integer & -0x10000
@@ -291,18 +297,19 @@ def round_stochastically(x: Tensor, bits: Tensor) -> Tensor:
 
 
 def random_bits(index: Tensor, key: Tensor, step: Tensor) -> Tensor:
-    """Return 32 random bits per element, as int64. index (n,): of the elements in the whole matrix.
-    key: of the seed and the parameter, below 2^32. step: the number of the update."""
+    """Return 32 random bits per element, as int64. index (n,): indices of the elements in the whole
+    matrix. key: a number below 2^32 that depends on the run's seed and the parameter's name. step:
+    the number of the update."""
     key_of_step = mix(key ^ mix(step & 0xFFFFFFFF))
-    # two rounds with different keys. One round would draw for another key the same bits in another
-    # order
+    # two rounds with different keys. After one round, all keys would draw the same numbers, in
+    # different orders
     first = mix((index & 0xFFFFFFFF) ^ key_of_step)
     return mix(first ^ (index >> 32) ^ mix(key_of_step + 1))
 
 
 def mix(x: Tensor) -> Tensor:
-    """Map integers of 32 bits, in int64, to such integers. It is one-to-one, and about half of the
-    result's bits change if one bit of x changes.
+    """Map integers of 32 bits, stored as int64, to integers of 32 bits. The map is one-to-one. If
+    one bit of x changes, about half of the result's bits change.
 
     The multipliers are odd and below 2^31, so no product exceeds 63 bits.
     """
@@ -315,10 +322,14 @@ def mix(x: Tensor) -> Tensor:
 def element_index(
     count: int, start: Tensor, slice_rows: Tensor | None, slice_cols: tuple | None
 ) -> Tensor:
-    """Return the indices (count,) in the flat whole matrix of consecutive elements, int64.
+    """Return where `count` consecutive elements lie in the flat whole matrix: indices (count,).
 
-    start: index of the first one, in the whole matrix, or in a tensor-parallel slice of it.
-    slice_rows, slice_cols: which slice (slice_rows_on); None: the whole matrix.
+    start: index of the first one, in the flat whole matrix, or in a flat tensor-parallel slice of
+    it. slice_rows: from slice_rows_on; None if there is no slice. slice_cols: the slice's first
+    column in the whole matrix, its number of columns, and that of the whole matrix.
+
+    Example: the slice has columns 2 to 4 of rows 4 and 5 of a matrix with 6 columns. Its element 3
+    is in row 1 of the slice, so its index in the whole matrix is 5 * 6 + 2 = 32.
     """
     index = torch.arange(count, device=start.device) + start
     if slice_rows is None:
@@ -326,23 +337,24 @@ def element_index(
     first_col, cols, whole_cols = slice_cols
     row = index // cols  # in the slice
     whole_row = row
-    for first_row, shift in slice_rows.unbind():  # runs of rows; a later run overrides
+    for first_row, shift in slice_rows.unbind():  # a later run of rows overrides an earlier one
         whole_row = torch.where(row >= first_row, row + shift, whole_row)
     return whole_row * whole_cols + first_col + index % cols
 
 
 @functools.cache
 def element_key_on(name: str, seed: int, start: int, device: torch.device) -> Tensor:
-    """Return [key, start] on the device, int64. The key depends on the seed and the name. It is
-    cached, because a copy to the device in each step would make the host wait."""
+    """Return [key, start] on the device, int64. The key depends on the seed and the name. The
+    result is cached, because a copy to the device in each step would make the host wait."""
     key = zlib.crc32(name.encode(), zlib.crc32(str(seed).encode()))
     return torch.tensor([key, start], device=device)
 
 
 @functools.cache
 def slice_rows_on(tp_slice: TensorSlice | None, device: torch.device) -> Tensor | None:
-    """Return for each run of rows in a slice [its first row in the slice, how many rows later it
-    lies in the whole matrix], on the device, int64."""
+    """Return [first row in the slice, shift] for each run of rows (TensorSlice.rows), as int64 on
+    the device. A row r of the run is row r + shift of the whole matrix. Example: rows 4 and 5 of
+    the whole matrix are the slice's rows 0 and 1, so this returns [[0, 4]]."""
     if tp_slice is None:
         return None
     runs = []
@@ -354,8 +366,8 @@ def slice_rows_on(tp_slice: TensorSlice | None, device: torch.device) -> Tensor 
 
 
 def check_optimizer(name: str, optimizer: Optimizer) -> None:
-    """Raise ValueError if an optimizer breaks one of these rules. Without this check it would train
-    wrong without an error.
+    """Raise ValueError if an optimizer breaks one of these rules. Without this check, a run with it
+    would train wrong, and no error would say so.
 
         One state is named "master", and no two have the same name. Matrices and vectors have
         the state that --export writes.

@@ -45,9 +45,9 @@ the host does not.
 
 Without `pipeline` in --overlap, receiving is launched right before pass i, and is exposed.
 
-If the first layers and the embedding are frozen, the first virtual stages may need no backward
-(LLaMA.forward_only_layers). Then they receive no dx, nobody sends them any, and their backward
-passes do nothing. They still take part in the order above.
+If the embedding and the first layers are frozen, the first virtual stages may need no backward
+(LLaMA.forward_only_layers). Then no dx is sent to them, and their backward passes do nothing. These
+passes stay in the order above.
 
 Left out: separate passes for the gradients of weights (zero bubble), which need more memory than
 long sequences leave; embedding and head split along the vocabulary.
@@ -143,8 +143,8 @@ def max_in_flight(order: list[Pass], virtual_stage: int) -> int:
 
 
 def keep_stage(model: LLaMA, stage: int, stages: int, virtual_stages: int) -> list[range]:
-    """Remove the layers, embedding and head of the other stages from a model. A tied matrix stays on
-    the first stage as embedding, and on the last one as head.
+    """Remove the layers, embedding and head of the other stages from a model. A tied matrix stays
+    on the first stage as embedding, and on the last one as head.
 
     Returns the layers of each virtual stage of this stage. The numbers of layers of any two virtual
     stages differ by at most one.
@@ -283,14 +283,15 @@ class Pipeline:
         return self.model.head is not None and virtual_stage == len(self.virtual_stages) - 1
 
     def is_forward_only(self, virtual_stage: int) -> bool:
-        """Return whether a virtual stage has no backward, because no weight trains up to the end of
-        its layers. It receives no dx, and the next virtual stage sends it none."""
+        """Return whether a virtual stage has no backward, because its weights and all weights
+        before them are frozen. The next virtual stage sends it no dx."""
         end = self.virtual_stages[virtual_stage].stop
         is_last = self.has_head(virtual_stage)
         return 0 < end <= self.model.forward_only_layers and not is_last
 
     def sends_dx(self, virtual_stage: int) -> bool:
-        """Return whether the virtual stage before this one needs the gradient of its result."""
+        """Return whether this virtual stage sends dx to the one before: not if it is the first one,
+        and not if the one before has no backward (is_forward_only)."""
         start = self.virtual_stages[virtual_stage].start
         has_backward_before = not 0 < start <= self.model.forward_only_layers
         return has_backward_before and not self.has_embedding(virtual_stage)
@@ -304,9 +305,9 @@ class Pipeline:
         self, needed_by: Pass, micro_batch: tuple
     ) -> tuple[dist.Work, Tensor] | tuple[None, None]:
         """Launch receiving the message that a pass needs. Returns the work to wait for, and the
-        tensor that will hold the message. If the pass starts from tokens or from the loss, it needs
-        no message, and (None, None) is returned. Nor does it if it is the backward of a virtual
-        stage that has none."""
+        tensor that will hold the message; or (None, None), if the pass needs no message. That is so
+        if it starts from tokens or from the loss, or if it is a backward pass that does nothing
+        (is_forward_only)."""
         if needed_by.forward:
             needs_none = self.has_embedding(needed_by.virtual_stage)
         else:

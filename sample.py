@@ -20,9 +20,9 @@ The text goes to the standard output while it is drawn. What is loaded goes to t
     def _get_attention_mask(self, config, ...
 
 This is one process, on a CPU or on one GPU, for short texts. The whole text runs through the model
-for each new token, so n tokens cost about n*n/2 times the work of one. A cache of keys and values,
-which programs for serving have, would cost n times the work of one. So for long texts or many users
-load an export (train.py --export) in another program, such as vLLM.
+for each new token, so n tokens cost about n*n/2 times the work of one. With a cache of keys and
+values, which programs for serving have, they would cost n times the work of one. So for long texts
+or many users, load an export (train.py --export) in such a program, for example vLLM.
 
 Nothing that is read can run code, and a checkpoint is checked as for a resume (checkpoint.py).
 
@@ -65,8 +65,8 @@ def generate(
 ) -> Iterator[int]:
     """Yield up to `count` tokens that continue `tokens`, one after the other.
 
-    A token of end_tokens ends the text, and is not yielded. seed: of the random numbers, which a
-    temperature of 0 does not need. Raises ValueError if the model computes no finite logits.
+    A token of end_tokens ends the text, and is not yielded. seed: of the random numbers; with a
+    temperature of 0 none are drawn. Raises ValueError if the model computes no finite logits.
     """
     random = torch.Generator().manual_seed(seed)
     text = torch.tensor([tokens], device=model.embed.weight.device)  # (1, T)
@@ -81,7 +81,8 @@ def generate(
 
 
 def draw(logits: Tensor, temperature: float, random: torch.Generator) -> int:
-    """Return a token, drawn by the probabilities softmax(logits / temperature). logits (V,)."""
+    """Draw a token with the probabilities softmax(logits / temperature), and return it. logits
+    (V,)."""
     if not logits.isfinite().all():
         raise ValueError(
             "the model computes logits that are not finite. Its training may have diverged, or "
@@ -89,7 +90,7 @@ def draw(logits: Tensor, temperature: float, random: torch.Generator) -> int:
         )
     if temperature == 0:
         return int(logits.argmax())
-    # all differences are at most 0, so a small temperature makes -inf, but never inf
+    # no difference is above 0, so a small temperature makes it -inf, but never inf
     probabilities = ((logits - logits.max()) / temperature).softmax(0)
     return int(torch.multinomial(probabilities, 1, generator=random))
 
@@ -122,9 +123,9 @@ def bytes_as_tokens(end_token: int = -1) -> Vocabulary:
 def tokens_of(folder: Path, end_token: int, add_special_tokens: bool) -> Vocabulary:
     """Return the vocabulary of a Hugging Face folder's tokenizer. Raises ValueError.
 
-    end_token: a further token that ends the text; -1: none. add_special_tokens: whether the tokens
-    that the tokenizer puts before a text are put before a prompt. prepare.py and train.py do not
-    put them before documents.
+    end_token: a further token that ends the text; -1: none. add_special_tokens: whether a prompt
+    begins with the special tokens that the tokenizer puts before a text, such as <s>. prepare.py
+    and train.py do not put them before documents.
     """
     if not folder.is_dir():
         raise ValueError(
@@ -151,8 +152,9 @@ def tokens_of(folder: Path, end_token: int, add_special_tokens: bool) -> Vocabul
 def stream(decode: Callable, prompt: list[int], tokens: Iterable[int]) -> Iterator[str]:
     """Yield the text of the prompt and of the tokens, piece by piece.
 
-    A character may have several tokens. It is yielded when it is complete. Until then, decode ends
-    in U+FFFD, the replacement character. The same character stands for bytes that are not UTF-8.
+    A character may consist of several tokens. It is yielded when it is complete. Until then, the
+    decoded text ends in U+FFFD, the replacement character. The same character stands for bytes that
+    are not UTF-8.
     """
     ids = [*prompt]
     shown = 0  # characters
@@ -185,8 +187,8 @@ class Loaded:
 
     model: LLaMA
     folder: Path  # from which it was read
-    positions: int  # tokens that the model reaches; prompt and text may have no more
-    trained: int  # tokens per sequence of the training, or as many as `positions` if not known
+    positions: int  # the most tokens that a text may have, prompt included
+    trained: int  # tokens per training sequence; the positions of the model if that is not known
     vocabulary: Vocabulary
 
 
@@ -215,7 +217,7 @@ def load(folder: str, tokenizer: str, device: torch.device, dtype: torch.dtype) 
 def load_checkpoint(path: Path, tokenizer: str, device: torch.device, dtype: torch.dtype) -> Loaded:
     """Return the model of a run's checkpoint. Its flags and its model are checked as for a resume.
     Raises ValueError or OSError."""
-    with contextlib.redirect_stdout(sys.stderr):  # which names checkpoints that are passed over
+    with contextlib.redirect_stdout(sys.stderr):  # it prints which checkpoints it passes over
         saved = checkpoint.choose_in_one_process(path)
     old = saved.meta["config"]
     flags = train.resumed_flags({}, old)
@@ -228,11 +230,11 @@ def load_checkpoint(path: Path, tokenizer: str, device: torch.device, dtype: tor
 
     with torch.device("meta"):
         model = LLaMA(cfg, attention).to(dtype).requires_grad_(False)
-    exported = OPTIMIZERS[flags.optimizer].exported  # the text of an export is the same
+    exported = OPTIMIZERS[flags.optimizer].exported  # so an export would write the same text
     read = checkpoint.open_weights(saved, model.shapes, exported)
     model.to_empty(device=device)
     for name, weight in model.named_parameters():
-        weight.copy_(read(name))  # one at a time is in memory twice
+        weight.copy_(read(name))  # only one weight at a time is in memory twice
 
     end_token = -1 if flags.document_token is None else flags.document_token
     if tokenizer == "bytes" or (not tokenizer and saved.meta.get("bytes_are_tokens") is True):
@@ -426,7 +428,8 @@ def sample(args: argparse.Namespace) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run a command. Return the exit status: 0, or 2 after an error, which is printed."""
+    """Run a command. Return the exit status: 0; 1 if GPU memory ran out; 2 after another error.
+    Errors are printed."""
     args = make_parser().parse_args(argv)
     try:
         sample(args)

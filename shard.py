@@ -93,24 +93,26 @@ Set-up, and then a training step as train.run_step runs it:
     norm, finite = states.update(lr, clip)
 
 Every rank must use every Matrix exactly once per pass, or the step changes nothing (check_uses).
-Only uses of matrices that train are counted. The one exception is a tied matrix, which is embedding
-and head (ModelConfig.tied). A backward pass adds two contributions to its gradient: the head's
-first, and the embedding's last. So its reduction starts at the end of the pass, where little
-computation is left to hide it. What else it costs, for S elements on one rank:
+Only the uses of matrices that train are counted.
 
-    gathered weight    one buffer instead of two. No layer uses it, so the matrix that the embedding
-                       has gathered is still there when the head needs it
-    whole gradient     one buffer instead of two, but in float32, since two contributions add up
-    states, messages   those of one matrix instead of two
+A tied matrix is embedding and head (ModelConfig.tied), so it is used twice. A backward pass adds
+two contributions to its gradient: the head's first, and the embedding's last. So its reduction
+starts at the end of the pass, where little computation is left to hide it. On a rank that has both
+uses, it takes this instead of what an untied embedding and head take:
 
-In a pipeline the first and the last stage each hold a copy with its states, as they hold embedding
-and head of an untied model. At the end of a step their owners all-reduce the gradients of the two
-copies: S/os elements. Nothing hides it. The copies get equal updates, so they stay equal.
+    unsharded weight     one buffer instead of two. Layers do not fill this buffer, so the matrix
+                         that was gathered for the embedding is still there when the head needs it
+    unsharded gradient   one buffer instead of two, but in float32, because two contributions add up
+    states, messages     those of one matrix instead of two
 
-Frozen weights (ops.Weight). A frozen matrix takes 2P/p bytes and nothing else. It is gathered as
-other matrices are, in forward and in backward, and it sends no gradients and no new parameters. A
-checkpoint holds it as "frozen.NAME", in the compute dtype. Backward gathers no weights of layers
-that it does not reach (LLaMA.forward_only_layers).
+In a pipeline the first and the last stage each hold a copy of the tied matrix, with its states. At
+the end of a step, the two ranks that update the same part of it all-reduce their gradients of this
+part: S/os elements of S. Nothing hides this. Both copies get the same update, so they stay equal.
+
+A frozen matrix (ops.Weight) takes 2/p bytes per parameter and nothing else. It is gathered in
+forward and in backward like other matrices. It sends no gradients and no new parameters. A
+checkpoint holds it as "frozen.NAME", in the compute dtype. The first layers may need no backward
+(LLaMA.forward_only_layers). Then backward does not gather their weights.
 
 Left out: quantised communication, learning rates per parameter, other matrices that are used twice.
 """
@@ -260,7 +262,7 @@ class ShardedParam:
     shard_start: int  # index of param_shard's first element in the flat matrix
     owned_start: int  # index of the first owned element in the flat matrix
 
-    # parameters. All tensors below are empty, (0,), if the matrix is frozen, except for these two
+    # parameters. A frozen matrix has only these two; its other tensors below are empty, (0,)
     param_shard: Tensor  # (S/p,): has the new parameters once `broadcast_done` is reached
     # (S,): valid once its `event` is reached, until a parameter of the layer after the next one is
     # gathered into the same buffer. If p = 1, it is param_shard
@@ -321,8 +323,8 @@ class Unit:
     name: str  # such as "blocks.0"
     index: int  # the unit's number, in the order of use
     params: list[ShardedParam] = field(default_factory=list)  # in the order of use
-    # whether backward reads the unit's weights: not those of the embedding, nor of the first layers
-    # if no weight trains up to their end
+    # whether backward reads the unit's weights. It does not read those of embedding and head, nor
+    # those of LLaMA.forward_only_layers
     read_in_backward: bool = False
     next_params: Sequence[ShardedParam] = ()  # of the next unit
     # of the previous unit, if backward reads them
@@ -425,9 +427,8 @@ def check_weights(model: nn.Module, stages: int = 1) -> None:
     if wrong:
         raise ValueError(
             f"{', '.join(wrong)}: these would not train. Only the weight of a model.Matrix (large) "
-            "or a model.Vector (small) is updated, or stays as it is if it is frozen. The weights of "
-            "other modules, such as nn.Linear, are not, and a buffer on the meta device gets no "
-            "values."
+            "or a model.Vector (small) is updated, unless it is frozen. The weights of other "
+            "modules, such as nn.Linear, are not, and a buffer on the meta device gets no values."
         )
 
 
@@ -608,8 +609,8 @@ class States:
             self.add_tied_head(self.sharded_params[model.embed])
 
     def add_tied_head(self, param: ShardedParam) -> None:
-        """Make a unit for the second use of a tied matrix, between the last layer and what follows
-        it. The unit is none of self.units, so its matrix is not reduced or updated twice."""
+        """Make a unit for the second use of a tied matrix, as head, and put it after the last
+        layer. It is not in self.units, because then its matrix would be updated twice."""
         self.tied_param = param
         last_layer = [unit for unit in self.units if unit.is_layer][-1]
         self.tied_head_unit = Unit(
@@ -858,8 +859,9 @@ class States:
     def unit_of_use(self, param: ShardedParam, backward: bool) -> Unit:
         """Return the unit that is about to use a matrix.
 
-        The embedding and the head use a tied matrix. It is the head if a forward pass comes from a
-        layer. Backward reads no weight for the embedding, so there it is the head, too.
+        The embedding and the head use a tied matrix. If a forward pass comes from a layer, the user
+        is the head. In backward it is the head, too, because the embedding's backward reads no
+        weight.
         """
         if param is not self.tied_param:
             return param.unit
@@ -952,9 +954,9 @@ class States:
             self.complete_pass(self.open_unit)
 
     def close_frozen_unit(self) -> None:
-        """Launch the gathers that are missing of the unit that backward leaves, if all of its
-        matrices are frozen. Such a unit is never open, so complete_pass does not do it. Only a rank
-        that skipped a matrix has any missing, and other ranks wait for them."""
+        """When backward leaves a unit whose matrices are all frozen, launch the gathers that this
+        rank has not launched, because it skipped a matrix: other ranks wait for them. complete_pass
+        does the same for other units, but a unit without gradients is never open."""
         if self.current_pass is None or self.factors.p == 1:
             return
         backward, unit = self.current_pass
@@ -1139,8 +1141,9 @@ class States:
                 dist.all_reduce(param.owned_grad, group=self.tied_group)
 
     def check_uses(self) -> None:
-        """Raise ConfigError on all ranks if one of them did not use each matrix as often per pass as
-        it must in this step. Call it after a step that was not finite. A collective of all ranks."""
+        """Raise ConfigError on all ranks if one of them did not use each matrix as often per pass
+        as it must in this step. Call it after a step that was not finite. A collective of all
+        ranks."""
         error = ""
         if self.usage_error:
             error = (

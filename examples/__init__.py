@@ -8,7 +8,8 @@ names the missing row. To sample from such a model or to plan for it, write the 
 sample.py or planner.py. To make a fork of your own, copy the module, rename its row, and edit it.
 
     NAME        what it changes                              flag and rows                  lines
-    alibi       attention: each head has its own slope       --attention alibi                 42
+    alibi       attention: a penalty for distance, whose     --attention alibi                 42
+                slope depends on the head
     block       the layer: biases, more norms, a gate        --architecture fork               36
     ema         the optimizer also averages the weights,     --optimizer ema                   44
                 and an export writes the average
@@ -19,7 +20,7 @@ sample.py or planner.py. To make a fork of your own, copy the module, rename its
                 global layers in turn
     lora        adapters on a frozen model train; an         --architecture lora                60
                 export merges them
-    muon        the optimizer of matrices                    --optimizer muon                  34
+    muon        the optimizer of matrices                    --optimizer muon                  35
     schedule    how the learning rate falls                  --schedule linear, wsd-linear     26
 
 Flags of several examples can be combined: --architecture gemma --attention local --optimizer ema.
@@ -39,7 +40,7 @@ Other changes need no example. This table says where to make them:
     a head for the token after the next      LLaMA.apply_head, with labels_ahead = 2
     learned positions                        LLaMA.embed_tokens, from the positions that it gets
     attention sinks, capped scores           a kernel, as alibi and local are
-    Lion, SGD                                an optimizer, as in optim.py's docstring
+    Lion, SGD                                an optimizer, like SGD in optim.py's docstring
     Adafactor, LARS                          an optimizer of whole matrices, as muon is
     muP: a learning rate per matrix          an optimizer: adamw(u._replace(lr=...)) by u.name
 """

@@ -1,6 +1,6 @@
 """Change the layer and the embedding, as Gemma 2 and 3 have them.
 
-    norms        before and after attention, and before and after the MLP: four instead of two
+    norms        before and after attention, and before and after the MLP: four per layer, not two
     activation   GeGLU instead of SwiGLU
     embedding    multiplied by sqrt(C); a fresh one has the standard deviation 1 / sqrt(C)
 

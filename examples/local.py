@@ -5,15 +5,15 @@ tokens. A kernel finds the number of its layer in `mask.layer`.
 
 To switch it on, write `import examples.local` in train.py, below its other imports, and pass
 `--attention local`. Ulysses, token chunks, and tensor and pipeline parallelism follow, because a
-rank has all tokens of the heads that it computes. What is refused by name, and why:
+rank has all tokens of the heads that it computes. These flags and devices are refused:
 
     --ring             a ring calls the kernel on blocks of keys, without their positions and layer
     --document-token   the row does not say documents=True, because the function ignores documents
     --export           Llama's files have no window
-    GPUs               the row's empty tuple; list their major compute capabilities to allow them.
-                       This function computes all T x T scores, so take a kernel with a window
+    GPUs               the row lists no compute capabilities of GPUs. This function computes all
+                       T x T scores, so use a kernel with a window there
 
-MFU and predicted seconds count all earlier keys, also in local layers.
+MFU and predicted seconds count all earlier tokens, also in local layers.
 """
 
 import torch

@@ -3,17 +3,17 @@
 Each of a layer's four matrices W gets two small ones, A (r, cols) and B (rows, r). The product is
 x W^T + alpha / r * (x A^T) B^T. A starts random, B starts as 0, and only A and B train. All other
 weights are frozen. They take 2/p bytes per parameter, and are gathered if p > 1, but they have no
-gradients, no optimizer states and nothing to send. The adapters of an 8B model have 36 million
-parameters (r = 16). Weights, gradients and states of these take 0.5 GiB, where those of all weights
-take 15 + 15 + 90 GiB. A layer saves 4 r more elements per token, and runs norms and SwiGLU twice.
+gradients and no optimizer states. With r = 16, the adapters of an 8B model have 36 million
+parameters. Their weights, gradients and states take 0.5 GiB; those of the whole model would take
+15 + 15 + 90 GiB. A layer saves 4 r more elements per token, and runs norms and SwiGLU twice.
 
 To switch it on, write `import examples.lora` in train.py, below its other imports, and pass
-`--architecture lora`. `--init hf:DIR` imports the base. `--export` merges the adapters: it writes W
-+ alpha / r * B A, and proves on a small model that transformers computes the same from it.
+`--architecture lora`. `--init hf:DIR` imports the base. `--export` merges the adapters: it writes
+W + alpha / r * B A, and proves on a small model that transformers computes the same from it.
 
-Example: no plan trains all 8B weights on 512K tokens and one H100 with 80 GB, because a step needs
-at least 100.5 GiB of 75.2 GiB. With adapters planner.py predicts 502.6 s per step, 1,043 tokens per
-second, 75.1 GiB on the GPU and 109.1 GiB on the host (without the sums of the two products):
+Example: no plan trains all 8B weights on 512K tokens and one H100, because a step needs at least
+100.5 GiB, and 75.2 GiB are free. With adapters planner.py predicts 502.6 s per step, 1,043 tokens
+per second, 75.1 GiB on the GPU, 109.1 GiB on the host. It does not count adding the two products:
 
     planner.py --model llama3-8b --architecture lora --cluster h100x1 --ranks 1 --seq 512K --batch 1
     train.py --init hf:DIR --architecture lora --seq 512K --batch 1
@@ -31,7 +31,7 @@ class LoRABlock(Block):
         self.requires_grad_(False)  # freezes all that is defined so far
         for matrix in (self.qkv, self.out, self.gate_up, self.down):
             rows, cols = matrix.shape
-            by_rows = matrix.cut == "rows"  # with --tp, one of the two is cut as W is
+            by_rows = matrix.cut == "rows"  # with --tp, A or B is cut in the same way as W
             matrix.a = Matrix(RANK, cols, "whole" if by_rows else "columns")
             b_cut = ("rows", matrix.parts) if by_rows else ("whole",)
             matrix.b = Matrix(rows, RANK, *b_cut, std=0.0)

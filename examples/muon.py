@@ -3,6 +3,7 @@
 Muon keeps a momentum per matrix, and makes the singular values of each update nearly equal. This
 needs whole matrices, which `whole=True` says. So Muon runs only with `--os-layout inter --p 1
 --tp 1`, and the planner refuses other values. AdamW still updates vectors, such as norms' weights.
+It is for small vocabularies: `x @ x.t()` of embedding and head has V * V elements.
 
 To switch it on, write `import examples.muon` in train.py, below its other imports, and pass
 `--optimizer muon`.

@@ -7,7 +7,7 @@ To switch them on, write `import examples.schedule` in train.py, below its other
 `--schedule linear` or `--schedule wsd-linear`. With `--min-lr 0` the rate falls to zero, which
 Bergsma et al. (arXiv 2502.15938) found better than a cosine to a tenth.
 
-A row's function gets the fraction of the decay that is done, and returns how far the rate has
+The function in a row gets the fraction of the decay that is over, and returns how far the rate has
 fallen: 0 at --lr, 1 at --min-lr * --lr. `stable=True` keeps the rate at --lr until the decay, and
 lets a run that is resumed before its decay move the decay to a new end. Warm-up and resumed runs
 follow by themselves.

@@ -252,12 +252,12 @@ def handles(pid: int, number: int) -> bool:
 def test_each_signal_to_torchrun(tmp_path):
     """Each signal to torchrun itself lets its ranks save, if --signals-to-handle names it.
 
-    The flags are those of README's Slurm script. torchrun passes the signal on, waits for its ranks
+    The flags are those of the Slurm script in docs/runs.md. torchrun passes the signal on, waits for its ranks
     and exits with status 1. Catches a scheduler's signal that kills torchrun, and its ranks 20
     seconds later.
     """
-    readme = (ROOT / "README.md").read_text()
-    (handled,) = set(re.findall(r"--signals-to-handle ([A-Z0-9,]+)", readme))
+    page = (ROOT / "docs" / "runs.md").read_text()
+    (handled,) = set(re.findall(r"--signals-to-handle ([A-Z0-9,]+)", page))
     assert {number.name for number in STOP_SIGNALS} == set(handled.split(","))
     torchrun = "-m torch.distributed.run --nproc_per_node 1 --standalone --shutdown-timeout 60"
     command = f"{sys.executable} {torchrun} --signals-to-handle {handled} {ROOT}/train.py"

@@ -264,7 +264,7 @@ LAUNCHED = [  # the variables of a launcher, and how the error begins; "": no er
 
 @parametrize("env, begins", LAUNCHED)
 def test_other_launchers_are_refused(env, begins, monkeypatch, tmp_path):
-    """Several tasks without torchrun are refused on each of them, with README's line.
+    """Several tasks without torchrun are refused on each of them, with the line of docs/runs.md.
 
     Catches tasks that each train alone, or of which all but one find OUT locked.
     """
@@ -281,8 +281,8 @@ def test_other_launchers_are_refused(env, begins, monkeypatch, tmp_path):
     assert "unset " in str(refused.value) and not list(tmp_path.iterdir())
 
     (recipe,) = re.findall("srun torchrun .* train.py", str(refused.value))
-    readme = (ROOT / "README.md").read_text().replace("\\\n", "")
-    (line,) = re.findall("srun torchrun .* train.py", readme)
+    page = (ROOT / "docs" / "runs.md").read_text().replace("\\\n", "")
+    (line,) = re.findall("srun torchrun .* train.py", page)
     flags = line.split()
     assert all(word in flags for word in recipe.split())
 
