@@ -317,8 +317,7 @@ class LLaMA(nn.Module):
     a micro-batch whose tokens attend only to their own document. PlainAttention has no such method.
 
     LLaMA(cfg) returns an object of the class that cfg.architecture names (ARCHITECTURES). So
-    train.py and hf.py, which make a model from its sizes, get the right class. Pass cfg by
-    position, because __new__ does not look for a keyword.
+    train.py and hf.py, which make a model from its sizes, get the right class.
     """
 
     labels_ahead = 1  # labels per token: the next n tokens, here n = 1
@@ -336,9 +335,9 @@ class LLaMA(nn.Module):
         named = ARCHITECTURES[cfg.architecture].model
         return named if issubclass(named, cls) else cls  # cls may itself be a subclass
 
-    def __new__(cls, *args, **kwargs):
-        if cls is LLaMA and args:
-            cls = cls.class_of(args[0])  # __init__ of this class runs next
+    def __new__(cls, cfg: ModelConfig | None = None, *args, **kwargs):
+        if cls is LLaMA and cfg is not None:  # a copy has no cfg yet, but a class
+            cls = cls.class_of(cfg)  # __init__ of this class runs next
         return super().__new__(cls)
 
     def __init__(self, cfg: ModelConfig, attention: Callable = plain_attention):

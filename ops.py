@@ -43,6 +43,7 @@ autograd graph of its own.
 
 import contextlib
 import functools
+import itertools
 import math
 import threading
 from collections.abc import Callable
@@ -889,10 +890,14 @@ def run_detached(root: Tensor, fn: Callable, *inputs: Tensor) -> tuple[Callable,
         outputs = fn(*_ChunkInputs.apply(root, grads, *inputs))
     if isinstance(outputs, Tensor):
         outputs = (outputs,)
-    edges = [torch.autograd.graph.get_gradient_edge(y) for y in outputs]
+    # an output has no gradient if there are no inputs and no weight trains
+    with_gradient = [y.requires_grad for y in outputs]
+    edges = [torch.autograd.graph.get_gradient_edge(y) for y in outputs if y.requires_grad]
 
     def backward(output_grads):
-        torch.autograd.backward(edges, output_grads)
+        if edges:
+            needed = list(itertools.compress(output_grads, with_gradient))
+            torch.autograd.backward(edges, needed)
         return grads
 
     return backward, [y.detach() for y in outputs]

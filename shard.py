@@ -834,7 +834,7 @@ class States:
         param = self.sharded_params[module]
         unit = self.unit_of_use(param, backward)
         if self.current_pass != (backward, unit):
-            self.close_frozen_unit()
+            self.gather_skipped_params()
             self.current_pass = backward, unit
             self.close_other_unit(unit)
             if param is self.tied_param and not backward and param.contributions_done:
@@ -926,6 +926,10 @@ class States:
         """
         param = self.sharded_params[module]
         unit = param.unit
+        if self.current_pass is not None:
+            _, last_unit = self.current_pass
+            if last_unit is not unit:  # the embedding adds its gradient without an unshard
+                self.gather_skipped_params()
         self.close_other_unit(unit)
         is_tied = param is self.tied_param
         if param.is_complete or unit.passes_done == self.micro_batches:
@@ -953,14 +957,15 @@ class States:
         if self.open_unit not in (None, unit):
             self.complete_pass(self.open_unit)
 
-    def close_frozen_unit(self) -> None:
-        """When backward leaves a unit whose matrices are all frozen, launch the gathers that this
-        rank has not launched, because it skipped a matrix: other ranks wait for them. complete_pass
-        does the same for other units, but a unit without gradients is never open."""
+    def gather_skipped_params(self) -> None:
+        """When backward leaves a unit with frozen matrices, launch the gathers that this rank has
+        not launched, because it skipped a frozen matrix: other ranks wait for them. complete_pass
+        does the same for skipped matrices that train, but gradients do not tell of frozen ones."""
         if self.current_pass is None or self.factors.p == 1:
             return
         backward, unit = self.current_pass
-        if backward and unit.read_in_backward and not unit.trained_params:
+        has_frozen = len(unit.trained_params) < len(unit.params)
+        if backward and unit.read_in_backward and has_frozen:
             self.launch_param_gather(unit.params[::-1])
 
     def complete_pass(self, unit: Unit) -> None:
@@ -1117,6 +1122,7 @@ class States:
             if module.weight.grad is not None:
                 self.usage_error = f"{param.name} was used outside project()"
                 module.weight.grad = None
+        self.gather_skipped_params()
         self.current_pass = None
         self.enter_phase("update")
         if self.usage_error:

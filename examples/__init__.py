@@ -14,7 +14,7 @@ sample.py or planner.py. To make a fork of your own, copy the module, rename its
     ema         the optimizer also averages the weights,     --optimizer ema                   44
                 and an export writes the average
     gelu        the activation of the MLP, gated or not      --architecture gelu, geglu        59
-    gemma       the layer: four norms and GeGLU; the         --architecture gemma              48
+    gemma       the layer: four norms and GeGLU; the         --architecture gemma              50
                 embedding is scaled
     local       attention differs by layer: local and        --attention local                 51
                 global layers in turn

@@ -6,8 +6,8 @@ So the kernel must know which heads of the model it computes: `mask.heads` says 
 `mask.heads` is unknown for some blocks of keys, so `--ring` refuses this kernel.
 
 To switch it on, write `import examples.alibi` in train.py, below its other imports, and pass
-`--attention alibi` on a CPU. The empty tuple in the row says that the kernel runs on no GPU. For
-GPUs, make both ranges on q.device, and list major compute capabilities, such as 9 for an H100.
+`--attention alibi` on a CPU. The empty tuple in the row says that the kernel runs on no GPU. To
+allow GPUs, list their major compute capabilities, such as 9 for an H100.
 """
 
 import torch
@@ -17,8 +17,8 @@ from attention import KERNELS, Kernel
 
 def alibi_forward(q, k, v, mask):
     """q (B, T, H, D), k and v (B, T, K, D) -> o (B, T, H, D), log-sum-exp (B, H, T)."""
-    slopes = 0.5 ** (1 + torch.arange(mask.heads.start, mask.heads.stop) % 8)
-    positions = torch.arange(q.shape[1])
+    slopes = 0.5 ** (1 + torch.arange(mask.heads.start, mask.heads.stop, device=q.device) % 8)
+    positions = torch.arange(q.shape[1], device=q.device)
     distance = positions - positions[:, None]  # (queries, keys), negative for earlier keys
     bias = slopes[:, None, None] * distance  # (H, T, T)
 

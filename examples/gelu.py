@@ -15,7 +15,7 @@ import functools
 import torch
 
 from model import ARCHITECTURES, Architecture, Block, Matrix
-from ops import Prologue, accumulation_dtype, compiled, project
+from ops import IDENTITY, Prologue, accumulation_dtype, compiled
 
 gelu = torch.nn.GELU("tanh")
 gelu_gradient = functools.partial(torch.ops.aten.gelu_backward, approximate="tanh")
@@ -43,9 +43,9 @@ class GegluBlock(Block):
     activation = GEGLU
 
     def post(self, x, o, positions):
-        h = x + self.out(o.flatten(2))
-        up = project(self.gate_up, self.norm, h, self.norm2.weight)
-        return h + project(self.down, self.activation, up)
+        h = x + self.project(self.out, IDENTITY, o.flatten(2))
+        up = self.project(self.gate_up, self.norm, h, self.norm2.weight)
+        return h + self.project(self.down, self.activation, up)
 
 
 class GeluBlock(GegluBlock):

@@ -20,7 +20,7 @@ layers in turn, add examples/local.py.
 
 from examples.gelu import GEGLU
 from model import ARCHITECTURES, Architecture, Block, LLaMA, Vector
-from ops import project, rms_norm
+from ops import IDENTITY, rms_norm
 
 
 class GemmaBlock(Block):
@@ -31,9 +31,11 @@ class GemmaBlock(Block):
 
     def post(self, x, o, positions):
         eps = self.cfg.norm_eps
-        h = x + rms_norm(self.out(o.flatten(2)), self.attention_norm.weight, eps)
-        gate_up = project(self.gate_up, self.norm, h, self.norm2.weight)
-        return h + rms_norm(project(self.down, GEGLU, gate_up), self.mlp_norm.weight, eps)
+        out = self.project(self.out, IDENTITY, o.flatten(2))
+        h = x + rms_norm(out, self.attention_norm.weight, eps)
+        gate_up = self.project(self.gate_up, self.norm, h, self.norm2.weight)
+        down = self.project(self.down, GEGLU, gate_up)
+        return h + rms_norm(down, self.mlp_norm.weight, eps)
 
 
 class Gemma(LLaMA):

@@ -291,3 +291,13 @@ def test_attention_choice():
     for name, reason in (no_gpu | {"fa5": "no such kernel"}).items():
         with raises(ValueError, match=f"--attention {name}: .*{reason}.*Usable here: cpu"):
             attention.pick_kernel(name, cpu, torch.float32)
+
+
+def test_run_detached_without_a_gradient():
+    """What needs no gradient has a backward that does nothing, as a pipeline's frozen stage may.
+    Catches a crash in a stage in which no weight trains."""
+    root = torch.zeros((), requires_grad=True)
+    backward, (y,) = ops.run_detached(root, lambda: torch.ones(3))
+    assert backward([torch.ones(3)]) == [] and not y.requires_grad
+    backward, (y,) = ops.run_detached(root, lambda x: 2 * x, torch.ones(3))
+    assert torch.equal(backward([torch.ones(3)])[0], torch.full((3,), 2.0))
