@@ -29,10 +29,11 @@ matrix, full MFU all of it. The bound is the causal MFU of the step's attention 
 when nothing else runs, and "of bound" is the step's causal MFU as a fraction of it.
 
 A row is one line of JSON in results/MONTH-MACHINE/TABLE.jsonl, for example
-results/2026-11-4xh200/long.jsonl. It holds the label, the flags, what was measured, the hardware, the
-versions, the commit and the command. Rows are only added: where a command is repeated,
-results/report.py shows the newest rows. It turns these files into tables and pictures. The last line
-of output is a JSON object with the command's rows, but table machine ends with sentences instead.
+results/2026-11-4xh200/long.jsonl. It holds the label, the flags, what was measured, the hardware,
+the versions, the commit and the command. Rows are only added: where a command is repeated,
+results/report.py shows the newest rows. It turns these files into tables and pictures. The last
+line of output is a JSON object with the command's rows, but table machine ends with sentences
+instead.
 
 Left out: whether a step computes the right numbers. The tests check that.
 

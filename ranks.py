@@ -24,7 +24,7 @@ joins. So every check that may fail on some ranks only goes through all_or_none:
 
 Left out: another number of ranks after a restart; torchrun's own time-outs; restarts of several
 nodes whose torchruns share one store, because these torchruns may count restarts differently. The
-The script for several nodes in docs/runs.md avoids such a store (TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1).
+script for several nodes in docs/runs.md avoids such a store: TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1.
 """
 
 import contextlib
@@ -73,8 +73,8 @@ def check_launcher() -> None:
             raise ConfigError(
                 f"{launcher} runs {count} tasks ({name}={count}), but no torchrun tells "
                 "them their RANK, so each would train alone. Start one torchrun per node, which "
-                "starts a rank per GPU, as the Slurm script in docs/runs.md does: #SBATCH --nodes 4 "
-                "--ntasks-per-node 1, and srun torchrun --nnodes 4 --nproc_per_node 8 "
+                "starts a rank per GPU, as the Slurm script in docs/runs.md does: #SBATCH --nodes "
+                "4 --ntasks-per-node 1, and srun torchrun --nnodes 4 --nproc_per_node 8 "
                 "--rdzv-backend c10d --rdzv-id $SLURM_JOB_ID --rdzv-endpoint $(scontrol show "
                 "hostnames | head -n 1):29400 train.py. To train with one process on purpose, "
                 f"unset {name}"

@@ -192,8 +192,8 @@ class Config(Constraints):
         "imports.",
         among=("auto", *MODELS), group="model, data and schedule")
     architecture: str = flag(
-        "llama", "Classes of the model and of its layers, a row of model.ARCHITECTURES. --model says "
-        "their sizes. A resumed run keeps it.", among=ARCHITECTURES)
+        "llama", "Classes of the model and of its layers, a row of model.ARCHITECTURES. --model "
+        "says their sizes. A resumed run keeps it.", among=ARCHITECTURES)
     init: str = flag(
         "random", "First weights: random, or hf:DIR, a Hugging Face folder of Llama, Mistral, "
         "Qwen2, Qwen2.5 or Qwen3 in safetensors. A resumed run does not need DIR.")
