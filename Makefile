@@ -15,7 +15,7 @@ train: .venv/ready
 	.venv/bin/python sample.py out/tiny --device cpu --prompt "def " --tokens 200
 
 check: .venv/ready
-	@echo "make check takes about 7 minutes on two idle cores. Each line ends with how much is done."
+	@echo "make check takes about 5 minutes on two idle cores. Each line ends with how much is done."
 	CHECK=1 $(PYTEST) test_all.py tests
 
 lint: .venv/ready

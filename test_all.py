@@ -1675,6 +1675,7 @@ def misuse_matrices(lines: list[str]) -> None:
     Block, train.LLaMA = plain, llama
 
 
+@slow
 def test_misused_matrices_end_a_step():
     """A matrix that is used twice, never, or outside `project` ends the run on all ranks.
 

@@ -151,6 +151,7 @@ def test_bench_fsdp2_takes_the_same_steps():
     on_ranks(2, fsdp2_worker)
 
 
+@slow
 def test_bench_transformers_takes_the_same_steps(group, tmp_path, monkeypatch, capsys):
     """transformers' own model has our losses from the same weights, up to bf16's rounding.
 

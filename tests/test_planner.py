@@ -617,6 +617,7 @@ def test_planner_refuses(flags, message, capsys):
     assert e.value.code == 2 and re.search(message, capsys.readouterr().err)
 
 
+@slow
 @parametrize(
     "flags, reason",
     [

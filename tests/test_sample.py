@@ -71,6 +71,7 @@ def greedy_of_transformers(folder: Path, prompt: list[int], count: int) -> list[
     return drawn[0, len(prompt) :].tolist()
 
 
+@slow
 def test_greedy_text_equals_transformers(folders):
     """From a checkpoint and from its export, the greedy text is that of transformers.
 
@@ -109,6 +110,7 @@ def test_greedy_text_of_an_import_equals_transformers(kind, tmp_path):
     assert ended == drawn[: drawn.index(drawn[5])]
 
 
+@slow
 def test_greedy_text_of_a_tied_import_equals_transformers(tmp_path):
     """A tied model, whose head is its embedding, is read from a folder and from a checkpoint.
 
@@ -327,6 +329,7 @@ def test_a_checkpoint_of_changed_files_is_refused(folders):
             checkpoint.open_weights(saved, changed)
 
 
+@slow
 def test_sample_as_a_program(folders):
     """The program writes only the text to its standard output, in any encoding, and ends quietly if
     nobody reads on.

@@ -338,6 +338,7 @@ def test_schedules_that_are_refused(make, sentence):
         make()
 
 
+@slow
 def test_wsd_is_extended_from_before_its_decay(tmp_path, capsys):
     """A run with wsd goes on from its stable phase with more steps, bit for bit as a longer run.
 
