@@ -10,7 +10,8 @@ SHELL := /bin/bash
 PYTEST := .venv/bin/python -m pytest -v
 
 train: .venv/ready
-	@echo "make train takes about 6 minutes on two idle cores, half of it to install. Then the model writes 200 characters."
+	@echo "make train takes about 6 minutes on two idle cores, half of it to install."
+	@echo "At the end the model writes 200 characters."
 	.venv/bin/python train.py --device cpu --model tiny --out out/tiny
 	.venv/bin/python sample.py out/tiny --device cpu --prompt "def " --tokens 200
 
@@ -28,8 +29,8 @@ lint: .venv/ready
 MANY_RANKS := equals_one_process or resumed_under or counted_memory or flag_by_hand or \
               test_streams or look_at_positions
 test: lint
-	@echo "make test takes about 22 minutes on two idle cores. It runs two halves at once: each line begins"
-	@echo "with its half, and ends with how much of that half is done."
+	@echo "make test takes about 22 minutes on two idle cores. It runs two halves at once: each"
+	@echo "line begins with its half, and ends with how much of that half is done."
 	@$(MAKE) --no-print-directory -j2 test-many-ranks test-others
 
 test-many-ranks:

@@ -336,7 +336,7 @@ class LLaMA(nn.Module):
         return named if issubclass(named, cls) else cls  # cls may itself be a subclass
 
     def __new__(cls, cfg: ModelConfig | None = None, *args, **kwargs):
-        if cls is LLaMA and cfg is not None:  # a copy has no cfg yet, but a class
+        if cls is LLaMA and cfg is not None:  # copy.deepcopy passes no cfg: it knows the class
             cls = cls.class_of(cfg)  # __init__ of this class runs next
         return super().__new__(cls)
 
@@ -612,10 +612,10 @@ def param_counts(cfg: ModelConfig) -> ParamCounts:
 
 @functools.cache
 def _param_counts(
-    cfg: ModelConfig, model_class: type, block_class: type
+    cfg: ModelConfig, model_class: type, layer_class: type
 ) -> tuple[ParamCounts, int]:
     """Return the numbers of parameters, and how many of the first layers need no backward."""
-    # block_class is not used, but it is a part of the cache's key: tests and forks replace
+    # layer_class is not used, but it is a part of the cache's key: tests and forks replace
     # model.Block, and another Block has another number of parameters
     with torch.device("meta"):
         model = model_class(cfg)

@@ -192,8 +192,9 @@ def swiglu_forward(gate_up):
 
 
 @compiled
-def swiglu_backward_into(gate, up, da, dgate, dup):
-    """Write the gradients of gate and up (N, F); return a = silu(gate) * up, computed again."""
+def swiglu_backward_into(gate, up, da, dgate, dup, needs_a):
+    """Write the gradients of gate and up (N, F). Return a = silu(gate) * up, computed again, or
+    None if nobody needs it."""
     wide = accumulation_dtype(da.dtype)
     gate = gate.to(wide)
     up = up.to(wide)
@@ -202,38 +203,24 @@ def swiglu_backward_into(gate, up, da, dgate, dup):
     slope = sigmoid + silu * (1 - sigmoid)
     dgate.copy_(da * up * slope)
     dup.copy_(da * silu)
-    return (silu * up).to(da.dtype)
+    return (silu * up).to(da.dtype) if needs_a else None
 
 
-def swiglu_backward(da, gate_up):
-    """Return a = swiglu(gate_up) (..., F), computed again, and gate_up's gradient (..., 2F)."""
+def swiglu_backward(da, gate_up, needs_a=True):
+    """Return a = swiglu(gate_up) (..., F), computed again, or None without needs_a; and gate_up's
+    gradient (..., 2F)."""
     dgate_up = torch.empty_like(gate_up)
     # (N, 2F) -> (N, F), (N, F): the compiler sees that halves of a matrix do not overlap, and makes
     # one kernel
     gate, up = gate_up.flatten(0, -2).chunk(2, -1)
     dgate, dup = dgate_up.flatten(0, -2).chunk(2, -1)
-    a = swiglu_backward_into(gate, up, da.flatten(0, -2), dgate, dup)
-    return a.view_as(da), dgate_up
-
-
-@compiled
-def swiglu_input_grads_into(gate, up, da, dgate, dup):
-    """Write the gradients of gate and up (N, F), as swiglu_backward_into does, but without a."""
-    wide = accumulation_dtype(da.dtype)
-    gate = gate.to(wide)
-    sigmoid = torch.sigmoid(gate)
-    silu = gate * sigmoid
-    slope = sigmoid + silu * (1 - sigmoid)
-    dgate.copy_(da * up.to(wide) * slope)
-    dup.copy_(da * silu)
+    a = swiglu_backward_into(gate, up, da.flatten(0, -2), dgate, dup, needs_a)
+    return (a.view_as(da) if needs_a else None), dgate_up
 
 
 def swiglu_input_grads(da, gate_up):
     """Return gate_up's gradient (..., 2F), and nothing else, in a tuple."""
-    dgate_up = torch.empty_like(gate_up)
-    gate, up = gate_up.flatten(0, -2).chunk(2, -1)
-    dgate, dup = dgate_up.flatten(0, -2).chunk(2, -1)
-    swiglu_input_grads_into(gate, up, da.flatten(0, -2), dgate, dup)
+    _, dgate_up = swiglu_backward(da, gate_up, needs_a=False)
     return (dgate_up,)
 
 

@@ -185,7 +185,7 @@ class Optimizer:
 def adamw(u: Update) -> None:
     """Update tensors by AdamW. Per parameter it reads 14 bytes (a bf16 gradient, three float32
     states) and writes 14 (a bf16 weight, the states)."""
-    run_adamw(u, element_key=None, slice_rows=None)
+    run_adamw(u)
 
 
 def adamw_bf16(u: Update) -> None:
@@ -193,19 +193,18 @@ def adamw_bf16(u: Update) -> None:
     reads 10 bytes and writes 10."""
     device = u.weight.device
     element_key = element_key_on(u.name, u.seed, u.start, device)
-    slice_rows = slice_rows_on(u.tp_slice, device)
-    run_adamw(u, element_key, slice_rows)
+    run_adamw(u, element_key, *slice_on(u.tp_slice, device))
 
 
-def run_adamw(u: Update, element_key: Tensor | None, slice_rows: Tensor | None) -> None:
-    """Call fused_adamw. element_key, from element_key_on: None if moments are not rounded at
-    random. slice_rows, from slice_rows_on: None for a whole matrix."""
+def run_adamw(
+    u: Update,
+    element_key: Tensor | None = None,
+    slice_rows: Tensor | None = None,
+    slice_cols: tuple | None = None,
+) -> None:
+    """Call fused_adamw. element_key: from element_key_on; None if moments are not rounded at
+    random. slice_rows, slice_cols: from slice_on; None for a whole matrix."""
     master, m, v = (u.states[state.name] for state in ADAMW.states)
-    slice_cols = None
-    if u.tp_slice is not None and slice_rows is not None:
-        first_col, end_col = u.tp_slice.cols
-        _, whole_cols = u.tp_slice.whole
-        slice_cols = (first_col, end_col - first_col, whole_cols)
     fused_adamw(
         u.weight,
         u.grad,
@@ -325,8 +324,7 @@ def element_index(
     """Return where `count` consecutive elements lie in the flat whole matrix: indices (count,).
 
     start: index of the first one, in the flat whole matrix, or in a flat tensor-parallel slice of
-    it. slice_rows: from slice_rows_on; None if there is no slice. slice_cols: the slice's first
-    column in the whole matrix, its number of columns, and that of the whole matrix.
+    it. slice_rows, slice_cols: from slice_on; None if there is no slice.
 
     Example: the slice has columns 2 to 4 of rows 4 and 5 of a matrix with 6 columns. Its element 3
     is in row 1 of the slice, so its index in the whole matrix is 5 * 6 + 2 = 32.
@@ -351,18 +349,27 @@ def element_key_on(name: str, seed: int, start: int, device: torch.device) -> Te
 
 
 @functools.cache
-def slice_rows_on(tp_slice: TensorSlice | None, device: torch.device) -> Tensor | None:
-    """Return [first row in the slice, shift] for each run of rows (TensorSlice.rows), as int64 on
-    the device. A row r of the run is row r + shift of the whole matrix. Example: rows 4 and 5 of
-    the whole matrix are the slice's rows 0 and 1, so this returns [[0, 4]]."""
+def slice_on(
+    tp_slice: TensorSlice | None, device: torch.device
+) -> tuple[Tensor, tuple[int, int, int]] | tuple[None, None]:
+    """Return (rows, cols), which tell element_index what a slice is. No slice: (None, None).
+
+    rows    [first row in the slice, shift] for each run of rows (TensorSlice.rows), as int64 on the
+            device. A row r of the run is row r + shift of the whole matrix. Example: rows 4 and 5
+            of the whole matrix are the slice's rows 0 and 1, so this is [[0, 4]]
+    cols    the slice's first column in the whole matrix, its number of columns, and that of the
+            whole matrix
+    """
     if tp_slice is None:
-        return None
+        return None, None
     runs = []
     row = 0
     for first, end in tp_slice.rows:
         runs.append([row, first - row])
         row += end - first
-    return torch.tensor(runs, device=device)
+    first_col, end_col = tp_slice.cols
+    _, whole_cols = tp_slice.whole
+    return torch.tensor(runs, device=device), (first_col, end_col - first_col, whole_cols)
 
 
 def check_optimizer(name: str, optimizer: Optimizer) -> None:

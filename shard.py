@@ -725,12 +725,7 @@ class States:
             if length <= 0:
                 continue  # this rank owns only padding, or another rank is the owner
 
-            # all tensor-parallel ranks hold the same matrix if it is not sliced; one of them saves
-            tp_slice = param.module.tp_slice
-            is_first_copy = tp_slice is not None or groups.tp_rank == 0
-            if param.name == "embed.weight":
-                is_first_copy = is_first_copy and groups.stage == 0
-            saved_here = i % num_replicas == replica and is_first_copy
+            saved_here = i % num_replicas == replica and self.holds_first_copy(param)
             if saved_here:
                 self.norm_grads.append(param.owned_grad)
             for state, values in param.states.items():
@@ -739,8 +734,18 @@ class States:
                     param.owned_start,
                     self.shapes[param.name],
                     saved_here,
-                    tp_slice,
+                    param.module.tp_slice,
                 )
+
+    def holds_first_copy(self, param: ShardedParam) -> bool:
+        """Return whether, of all copies of a matrix, this rank's tp_rank and stage hold the first.
+
+        There are several copies if tensor parallelism does not slice the matrix, and if it is a
+        tied matrix in a pipeline, which is on the first and on the last stage.
+        """
+        of_first_tp_rank = param.module.tp_slice is not None or self.groups.tp_rank == 0
+        of_first_stage = param.name != "embed.weight" or self.groups.stage == 0
+        return of_first_tp_rank and of_first_stage
 
     def add_frozen_parts(self) -> None:
         """Note the frozen matrices for checkpoints. Of the ranks that hold the same p-shard, one
@@ -753,16 +758,12 @@ class States:
             length = min(len(param.param_shard), param.num_elements - param.shard_start)
             if length <= 0:
                 continue  # this rank holds only padding
-            tp_slice = param.module.tp_slice
-            is_first_copy = tp_slice is not None or groups.tp_rank == 0
-            if param.name == "embed.weight":  # of a tied one, the last stage has another copy
-                is_first_copy = is_first_copy and groups.stage == 0
             self.parts[f"frozen.{param.name}"] = StatePart(
                 param.param_shard[:length],
                 param.shard_start,
                 self.shapes[param.name],
-                i % num_replicas == replica and is_first_copy,
-                tp_slice,
+                i % num_replicas == replica and self.holds_first_copy(param),
+                param.module.tp_slice,
             )
 
     def make_vectors(self, model: nn.Module) -> None:
@@ -834,9 +835,8 @@ class States:
         param = self.sharded_params[module]
         unit = self.unit_of_use(param, backward)
         if self.current_pass != (backward, unit):
-            self.gather_skipped_params()
-            self.current_pass = backward, unit
             self.close_other_unit(unit)
+            self.current_pass = backward, unit
             if param is self.tied_param and not backward and param.contributions_done:
                 self.complete_pass(param.unit)  # the last backward has skipped the embedding
             direction = "backward" if backward else "forward"
@@ -926,10 +926,6 @@ class States:
         """
         param = self.sharded_params[module]
         unit = param.unit
-        if self.current_pass is not None:
-            _, last_unit = self.current_pass
-            if last_unit is not unit:  # the embedding adds its gradient without an unshard
-                self.gather_skipped_params()
         self.close_other_unit(unit)
         is_tied = param is self.tied_param
         if param.is_complete or unit.passes_done == self.micro_batches:
@@ -953,7 +949,11 @@ class States:
         self.scatter_unit(unit)
 
     def close_other_unit(self, unit: Unit) -> None:
-        """Complete the backward pass of the open unit, if the pass has gone on to another unit."""
+        """Complete the backward pass of the last unit, if the pass has gone on to another unit."""
+        if self.current_pass is not None:
+            _, last_unit = self.current_pass
+            if last_unit is not unit:
+                self.gather_skipped_params()
         if self.open_unit not in (None, unit):
             self.complete_pass(self.open_unit)
 

@@ -8,9 +8,9 @@
     draw_predictions    predictions.svg     errors of the planner's seconds and GiB, in percent
     draw_memory         memory.svg          addresses of three layers' tensors over time
 
-`python results/report.py` calls these functions. A title says what the picture shows. The same files
-give the same pictures, to the byte, with the same Matplotlib. Text stays text, on a white background,
-so that a picture can be searched, and read in a dark page.
+`python results/report.py` calls these functions. A title says what the picture shows. The same
+files give the same pictures, to the byte, with the same Matplotlib. Text stays text, on a white
+background, so that a picture can be searched, and read in a dark page.
 
 Left out: numbers. They come from the results files, by report.py.
 """

@@ -1,17 +1,18 @@
-"""Fill the tables, sentences and pictures of README.md, results/*.md and docs/*.md from results files.
+"""Fill README.md, results/*.md and docs/*.md with tables, sentences and pictures of results files.
 
     python results/report.py            fill all pages, and draw the pictures (pictures.py)
     python results/report.py --check    write nothing; exit 1 if a page is not what it would write
 
-A page is Markdown that people write. In it, this file replaces the lines between `<!-- NAME -->` and
-`<!-- end -->`. NAME is a row of BLOCKS, and the words after it are its arguments. Example:
+A page is Markdown that people write. In it, this file replaces the lines between `<!-- NAME -->`
+and `<!-- end -->`. NAME is a row of BLOCKS, and the words after it are its arguments. Example:
 
     <!-- rows long cudnn -->        the rows of table long that ran cuDNN's attention
     | what ran | hardware | ...
     <!-- end -->
 
-A results file is results/MONTH-MACHINE/TABLE.jsonl, and bench.py adds rows to it. Each line is a row:
-a JSON object with its label, its flags, what was measured, hardware, versions, commit and command.
+A results file is results/MONTH-MACHINE/TABLE.jsonl, and bench.py adds rows to it. Each line is a
+row: a JSON object with its label, its flags, what was measured, hardware, versions, commit and
+command.
 If a setting was measured again, the pages show the newest row. The others stay in the file.
 
 Rows without flags are *older*: they were measured before rows recorded their flags. Since then the
@@ -343,8 +344,8 @@ def shown(table: str, kernel: str = "") -> list[dict]:
 def rows_table(table: str, kernel: str = "") -> str:
     """Return a table of rows, and the commands that measured them.
 
-    Raises ValueError if there are no such rows, or if they ran several attention kernels: rows of one
-    table should differ in one thing.
+    Raises ValueError if there are no such rows, or if they ran several attention kernels: rows of
+    one table should differ in one thing.
     """
     if table not in TABLE_COLUMNS:
         raise ValueError(

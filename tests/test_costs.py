@@ -434,9 +434,11 @@ def test_predictions_are_what_was_measured():
         if r["question"] == "K, 1b 4K" and r["batch"] == 1:  # it waits for its host, a faster one
             assert 1 < r["now_s"] / r["step_s"] < 1.35
             known.remove(r)
+        elif r["gpus"] == 2 and r["gpu"] == "H100":  # of another machine than the profile's
+            assert 0.9 < r["now_s"] / r["step_s"] < 1
+            known.remove(r)
     errors = sorted(abs(r["now_s"] / r["step_s"] - 1) for r in known)
-    # the worst: two H100s of another machine than the profile's, whose hosts copy more slowly
-    assert len(known) >= 57 and errors[21] < 0.017 and errors[38] < 0.031 and errors[-1] < 0.095
+    assert len(known) >= 53 and errors[21] < 0.016 and errors[38] < 0.03 and errors[-1] < 0.08
     assert all(0.85 < r["now_s"] / r["step_s"] < 1.05 for r in unknown)
     questions = {}
     for r in known:

@@ -252,9 +252,9 @@ def handles(pid: int, number: int) -> bool:
 def test_each_signal_to_torchrun(tmp_path):
     """Each signal to torchrun itself lets its ranks save, if --signals-to-handle names it.
 
-    The flags are those of the Slurm script in docs/runs.md. torchrun passes the signal on, waits for
-    its ranks and does not exit with status 0. Catches a scheduler's signal that kills torchrun, and
-    its ranks 20 seconds later.
+    The flags are those of the Slurm script in docs/runs.md. torchrun passes the signal on, and waits
+    for its ranks. Its own status is 1. Catches a scheduler's signal that kills torchrun, and its
+    ranks 20 seconds later.
     """
     page = (ROOT / "docs" / "runs.md").read_text()
     (handled,) = set(re.findall(r"--signals-to-handle ([A-Z0-9,]+)", page))

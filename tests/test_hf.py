@@ -709,8 +709,33 @@ def test_hf_train_and_export(untie, tmp_path, capsys):
         assert torch.equal(weight, states[1][name]), name
 
 
+BATCH = 4  # sequences per step, where we train beside transformers
+
+
+def train_in_two_runs(folder: Path, name: str, plan: str, lr: float, more: str = "") -> tuple:
+    """Import a model of PUBLISHED in float64, train it for two steps on two ranks, resume it on one
+    rank for a third step, and export it to folder/e.
+
+    plan: flags of the first run. more: flags of both. Returns the losses of the three steps, the
+    sequences on which they were computed, and what the first run printed.
+    """
+    kind, keys = PUBLISHED[name]
+    hf_model(folder / "in", kind, **keys | {"num_key_value_heads": 2, "sliding_window": None})
+    corpus = folder / "corpus.txt"
+    corpus.write_text(Path(hf.__file__).read_text())
+    flags = f"--init hf:{folder}/in --data {corpus} --dtype fp64 --batch {BATCH} --lr {lr}"
+    flags += f" --schedule constant --warmup 0 {more}"
+    text = run(f"{flags} {plan} --steps 2 --out {folder}/a", 2)
+    resume = f"--resume {folder}/a/step-00000002 --p auto --sp auto --pp 1 --micro-batch 2"
+    run(f"{flags} {resume} --steps 3 --out {folder}/b --export {folder}/e")
+    found = [loss for _, loss, _ in losses(folder / "a") + losses(folder / "b")]
+    sequences, _ = data.split(*data.open_corpus(str(corpus), 300, []), 32, 0, 1)
+    return found, sequences, text
+
+
 def train_theirs(model, sequences, steps: int, batch: int, lr: float) -> list[float]:
-    """Train a model of transformers by PyTorch's AdamW, with train.py's settings. Return the losses.
+    """Train a model of transformers by PyTorch's AdamW, with train.py's settings. Return the
+    losses.
 
     sequences: from data.split. Sequence i has the tokens of sample i, and their labels.
     """
@@ -747,22 +772,10 @@ def test_tied_models_train_as_in_transformers(name, plan, tmp_path):
     norms are in float32 there. Catches a gradient of one of a tied matrix's two uses that is lost,
     and a head that is trained apart.
     """
-    kind, keys = PUBLISHED[name]
-    hf_model(tmp_path / "in", kind, **keys | {"num_key_value_heads": 2, "sliding_window": None})
-    corpus = tmp_path / "corpus.txt"
-    corpus.write_text(Path(hf.__file__).read_text())
-    batch, lr = 4, 1e-3
-    flags = f"--init hf:{tmp_path}/in --data {corpus} --dtype fp64 --batch {batch} --lr {lr}"
-    flags += " --schedule constant --warmup 0"
-    run(f"{flags} {plan} --steps 2 --out {tmp_path}/a", 2)
-    resume = f"--resume {tmp_path}/a/step-00000002 --p auto --sp auto --pp 1 --micro-batch 2"
-    run(f"{flags} {resume} --steps 3 --out {tmp_path}/b --export {tmp_path}/e")
-
+    found, sequences, _ = train_in_two_runs(tmp_path, name, plan, lr=1e-3)
     theirs = hf_load(tmp_path / "in", dtype=torch.float64)
     before = {name: p.detach().clone() for name, p in theirs.named_parameters()}
-    sequences, _ = data.split(*data.open_corpus(str(corpus), 300, []), 32, 0, 1)
-    expected = train_theirs(theirs, sequences, 3, batch, lr)
-    found = [loss for _, loss, _ in losses(tmp_path / "a") + losses(tmp_path / "b")]
+    expected = train_theirs(theirs, sequences, 3, BATCH, lr=1e-3)
     assert found == approx(expected, rel=1e-6)
 
     exported = hf_load(tmp_path / "e", dtype=torch.float64)
@@ -1055,26 +1068,17 @@ def test_adapters_train_as_on_transformers(name, plan, tmp_path):
     PyTorch in float64. Catches an adapter that is lost, merged twice or scaled wrongly, and a base
     that does not stay as it was.
     """
-    kind, keys = PUBLISHED[name]
-    hf_model(tmp_path / "in", kind, **keys | {"num_key_value_heads": 2, "sliding_window": None})
-    corpus = tmp_path / "corpus.txt"
-    corpus.write_text(Path(hf.__file__).read_text())
-    batch, lr = 4, 1e-2
-    flags = f"--init hf:{tmp_path}/in --data {corpus} --dtype fp64 --batch {batch} --lr {lr}"
-    flags += " --schedule constant --warmup 0 --architecture lora"
-    text = run(f"{flags} {plan} --steps 2 --out {tmp_path}/a", 2)
+    found, sequences, text = train_in_two_runs(
+        tmp_path, name, plan, lr=1e-2, more="--architecture lora"
+    )
     assert "16 weights are not in the import, and begin with fresh values: blocks.0.qkv.a" in text
-    resume = f"--resume {tmp_path}/a/step-00000002 --p auto --sp auto --pp 1 --tp 1 --micro-batch 2"
-    run(f"{flags} {resume} --steps 3 --out {tmp_path}/b --export {tmp_path}/e")
 
     theirs = hf_load(tmp_path / "in", dtype=torch.float64)
     before = {name: p.detach().clone() for name, p in theirs.named_parameters()}
     cfg, _ = hf.read_config(str(tmp_path / "in"))
     cfg = replace(cfg, architecture="lora")
     add_adapters(theirs, cfg, first_adapters(cfg, train.Config.seed))
-    sequences, _ = data.split(*data.open_corpus(str(corpus), 300, []), 32, 0, 1)
-    expected = train_theirs(theirs, sequences, 3, batch, lr)
-    found = [loss for _, loss, _ in losses(tmp_path / "a") + losses(tmp_path / "b")]
+    expected = train_theirs(theirs, sequences, 3, BATCH, lr=1e-2)
     assert found == approx(expected, rel=1e-6)
 
     exported = hf_load(tmp_path / "e", dtype=torch.float64)

@@ -490,8 +490,8 @@ def test_counted_memory_of_frozen_weights(frozen, name, ranks, seq, factors, kep
 def test_simulated_step_requests_what_a_gpu_did(name, seq, factors, kept, chunk):
     """A step on fake tensors requests the same memory as a step that bench.py recorded on GPUs.
 
-    The plans are those in results/2026-11-2xh200/memplan.jsonl. Catches a simulation that requests what no
-    GPU did.
+    The plans are those in results/2026-11-2xh200/memplan.jsonl. Catches a simulation that requests
+    what no GPU did.
     """
     _, real = memplan.read_trace(ROOT / "results" / "2026-11-2xh200" / f"memplan-{name}.csv")
     plan = swapping_plan(m.MODELS["7b"], 2, seq, factors, kept, chunk=chunk, head_groups=4)

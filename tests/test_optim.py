@@ -115,13 +115,9 @@ def test_index_in_a_slice_is_that_in_the_whole_matrix():
     ):
         tp_slice = TensorSlice((12, 10), rows, cols)
         expected = tp_slice.extract(whole).flatten()
-        first, end = cols
         for start in (0, 7):
             index = optim.element_index(
-                len(expected) - start,
-                torch.tensor(start),
-                optim.slice_rows_on(tp_slice, CPU),
-                (first, end - first, 10),
+                len(expected) - start, torch.tensor(start), *optim.slice_on(tp_slice, CPU)
             )
             assert torch.equal(index, expected[start:])
 

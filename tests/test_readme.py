@@ -1,4 +1,4 @@
-"""Show that what README.md, docs/ and results/*.md name exists, and that their commands can be run."""
+"""Show that what README.md, docs/ and results/ name exists, and that their commands can be run."""
 
 import functools
 import importlib
