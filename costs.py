@@ -86,6 +86,7 @@ import torch
 
 import model as llama
 from attention import KERNELS
+from fp8 import E4M3
 from hardware import Profile, interpolate, interpolate_twice, nearest_host
 from model import ModelConfig, flops_per_token
 from offload import ActivationPlan, matrices_of, trace_block
@@ -116,6 +117,7 @@ class Plan:
     os_layout: str = "intra"  # intra: each matrix is cut; inter: each matrix has one owner
     os_place: str = "gpu"  # where optimizer states lie: gpu, or host
     optimizer: str = "adamw"  # a row of optim.OPTIMIZERS, for matrices
+    products: str = "dtype"  # of the layers: in dtype, or fp8 (fp8.py)
     overlap: tuple[str, ...] = STREAMS  # the streams that run concurrently with computation
     activations: ActivationPlan | None = None  # None: layers keep all skeletal activations on GPU
     memory: dict[str, float] = field(default_factory=dict)  # bytes of GPU memory, by term
@@ -764,7 +766,13 @@ def product_backward_tensors(plan) -> list[TensorSize]:
     q, kv = plan.q_kv_widths
     groups = plan.head_groups
     rows = n / plan.chunks
-    tensors = [
+    tensors = []
+    if plan.products == "fp8":  # fp8.Float8Products.backward
+        tensors += [
+            TensorSize("dy^T and a^T in float8", rows, cfg.dim + cfg.ffn, E4M3),
+            TensorSize("dW of one product", 1, max(map(math.prod, plan.matrices)), dtype),
+        ]
+    tensors += [
         TensorSize("a = SwiGLU(gate|up), and da", rows, cfg.ffn, dtype, 2),
         TensorSize("gradient of gate|up", rows, 2 * cfg.ffn, dtype),
     ]

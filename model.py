@@ -49,7 +49,7 @@ whole, on all of its tokens at a time:
                model.run_block                        pre, attention, post
                  model.Block.pre
                    ops.project(qkv, norm, x, ...)     matrix.tp_input: nothing, or tensor.py's
-                     ops._Project.forward             n = norm(x)
+                     ops._Project.forward             calls ops.Products.forward: n = norm(x)
                        shard.States.unshard(qkv)      if p > 1, launches the gathers of layer
                                                       i + 1; waits for qkv's weight W
                                                       y = n W^T; autograd saves x and 1 / rms,
@@ -59,7 +59,8 @@ whole, on all of its tokens at a time:
                  model.Block.post                     ops.project of out, gate_up and down; after
                                                       out and down, matrix.tp_output
 
-    backward   ops._Project.backward(down)            autograd calls the last operator first
+    backward   ops._Project.backward(down)            autograd calls the last operator first; it
+                                                      calls ops.Products.backward
                  shard.States.unshard(down)           if p > 1, waits for W, whose gather was
                                                       launched when layer i + 1 used its qkv
                                                       da = dy W; computes a = SwiGLU(gate|up)
@@ -119,14 +120,12 @@ from ops import (
     SWIGLU,
     Matrix,
     Positions,
-    Prologue,
     Vector,
     accumulation_dtype,
     embedding,
     head_loss,
     identity,
-    norm_backward,
-    norm_forward,
+    norm_prologue,
     project,
     rms_norm,
     split_rotate,
@@ -241,9 +240,7 @@ class Block(nn.Module):
         self.norm2 = Vector(cfg.dim, "norm")
         self.gate_up = Matrix(2 * cfg.ffn, cfg.dim, cut="rows", parts=2 * (cfg.ffn,))
         self.down = Matrix(cfg.dim, cfg.ffn, cut="columns", residual=True)
-        self.norm = Prologue(  # its inputs: x and the norm's weight
-            lambda x, weight: norm_forward(x, weight, cfg.norm_eps), norm_backward
-        )
+        self.norm = norm_prologue(cfg.norm_eps)  # its inputs: x and the norm's weight
 
     # all products of a layer go through it, so that a fork can change them all (examples/lora.py)
     project = staticmethod(project)

@@ -78,7 +78,8 @@ def compiled(fn: Callable, dynamic: bool | None = False) -> Callable:
 
     @functools.wraps(fn)
     def run(x, *args):
-        if x.is_cuda:
+        # inside another compiled function, fn becomes a part of that function's kernel
+        if x.is_cuda and not torch.compiler.is_compiling():
             return kernel()(x, *args)
         return fn(x, *args)
 
@@ -290,6 +291,35 @@ class PlainEvents:
         return compute(None, 0)
 
 
+class Products:
+    """The three products of a projection y = a W^T, where a = prologue(*inputs):
+
+        y = a W^T         da = dy W         dW = dy^T a
+
+    These two methods compute them in the model's dtype. fp8.Float8Products computes them in float8.
+    matrix.products says which of the two a matrix uses.
+    """
+
+    def forward(self, matrix: "Matrix", prologue: "Prologue", recomputing: bool, inputs: tuple):
+        """Return y (..., rows) and the prologue's extras. recomputing: whether this is a second
+        forward pass, inside backward."""
+        a, *extras = prologue.forward(*inputs)
+        w = matrix.events.unshard(matrix, backward=recomputing)
+        return F.linear(a, w), extras
+
+    def backward(self, matrix: "Matrix", prologue: "Prologue", dy: Tensor, saved: tuple):
+        """Return dW as `add_weight_grad` does, None for a frozen matrix; and the gradients of the
+        prologue's inputs. dy (..., rows). saved: the inputs and the extras."""
+        da = dy @ matrix.events.unshard(matrix, backward=True)
+        if matrix.frozen:
+            return None, prologue.grads(da, *saved)
+        a, *input_grads = prologue.backward(da, *saved)
+        dy = dy.reshape(-1, dy.shape[-1])  # (N, rows)
+        a = a.detach().reshape(-1, a.shape[-1])  # (N, cols); it may be a saved tensor with a graph
+        dw = add_weight_grad(matrix, functools.partial(weight_grad_into, dy, a))
+        return dw, input_grads
+
+
 def identity(x, *_):
     return x
 
@@ -356,7 +386,8 @@ class Weight(nn.Module):
 
 
 class Matrix(Weight):
-    """A weight (rows, cols) of a projection. `events` tells shard.py about each use.
+    """A weight (rows, cols) of a projection. `events` tells shard.py about each use, and `products`
+    computes what a projection computes.
 
     Use the weight only through `project`, `embedding` or `head_loss`, or by calling the matrix. A
     gradient from any other use stops the run with an error that names the matrix.
@@ -383,6 +414,7 @@ class Matrix(Weight):
     """
 
     events = PlainEvents()
+    products = Products()
     tp_input = tp_output = tp_prologue = staticmethod(identity)
     tp_slice: TensorSlice | None = None  # the part of the whole matrix on this rank; None: all
 
@@ -483,6 +515,13 @@ class Prologue:
         return input_grads
 
 
+@functools.cache
+def norm_prologue(eps: float) -> Prologue:
+    """Return the Prologue whose inputs are x (..., C) and a norm's weight (C,). All layers share
+    one, so that what is compiled for it is compiled once."""
+    return Prologue(lambda x, weight: norm_forward(x, weight, eps), norm_backward)
+
+
 IDENTITY = Prologue(lambda x: (x,), lambda da, x: (x, da))
 SWIGLU = Prologue(lambda gate_up: (swiglu_forward(gate_up),), swiglu_backward, swiglu_input_grads)
 
@@ -507,21 +546,16 @@ class _Project(Function):
             # NaN (..., rows) instead of the product. If a block does read it, its gradients become
             # NaN, which is noticed; a wrong number would not be
             return x.new_full((), math.nan).expand(*x.shape[:-1], matrix.shape[0])
-        a, *extras = prologue.forward(*inputs)
+        y, extras = matrix.products.forward(matrix, prologue, _mode.recomputing, inputs)
         ctx.has_extras = bool(extras)
         ctx.save_for_backward(*inputs, *extras)
-        w = matrix.events.unshard(matrix, backward=_mode.recomputing)
-        return F.linear(a, w)
+        return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dy):
         matrix = ctx.matrix
-        da = dy @ matrix.events.unshard(matrix, backward=True)
-        if matrix.frozen:
-            return None, None, None, None, *ctx.prologue.grads(da, *ctx.saved_tensors)
-        a, *input_grads = ctx.prologue.backward(da, *ctx.saved_tensors)
-        dw = add_weight_grad(matrix, dy, a)
+        dw, input_grads = matrix.products.backward(matrix, ctx.prologue, dy, ctx.saved_tensors)
         return None, None, None, dw, *input_grads
 
 
@@ -535,17 +569,14 @@ def project(matrix: Matrix, prologue: Prologue, x: Tensor, *inputs: Tensor) -> T
     return matrix.tp_output(y, is_unread)
 
 
-def add_weight_grad(matrix: Matrix, dy: Tensor, x: Tensor) -> Tensor | None:
-    """Contribute dW = dy^T x of y = x W^T to the matrix's gradient, now or later.
+def add_weight_grad(matrix: Matrix, compute: Callable) -> Tensor | None:
+    """Contribute dW (rows, cols) to the matrix's gradient, now or later.
 
-    dy (..., rows), x (..., cols), dW (rows, cols). matrix.events.add_grad runs the product, since
-    it knows the buffer that receives dW. Inside `deferred_weight_grads` all this happens later.
-    Returns what autograd adds to matrix.weight.grad: dW, or None if dW goes elsewhere.
+    compute(out, beta) runs the product, as `weight_grad_into` does with its operands given.
+    matrix.events.add_grad calls it, since it knows the buffer that receives dW. Inside
+    `deferred_weight_grads` all this happens later. Returns what autograd adds to
+    matrix.weight.grad: dW, or None if dW goes elsewhere.
     """
-    dy = dy.reshape(-1, dy.shape[-1])  # (N, rows)
-    x = x.detach().reshape(-1, x.shape[-1])  # (N, cols); x may be a saved tensor, which has a graph
-
-    compute = functools.partial(weight_grad_into, dy, x)  # takes out and beta
     add_grad = functools.partial(matrix.events.add_grad, matrix, compute)
 
     def add_grad_later():

@@ -95,6 +95,7 @@ from costs import (
     with_bytes,
 )
 from data import regular
+from fp8 import MULTIPLE, fits_tensor_cores
 from hardware import Profile, load_profile, nearest_host, profile_files, scaled
 from model import ARCHITECTURES, MODELS, ModelConfig, divisors, param_counts
 from offload import ActivationPlan
@@ -291,6 +292,10 @@ class Constraints:
         "fp32", "Dtype of AdamW's two moments of a matrix. bf16 takes 4 bytes per parameter less, "
         "and rounds them stochastically. Either kind resumes from the other.",
         among=("fp32", "bf16"))
+    products: str = flag(
+        "dtype", "Arithmetic of the matrix products in the layers. dtype: that of --dtype. fp8: "
+        "float8 with a scale per row (fp8.py), faster on H100 and H200, and less precise.",
+        among=("dtype", "fp8"))
     overlap: str = flag(
         ",".join(OVERLAP_CHOICES), "What overlaps with computation: a list of names, or none. "
         "param_gather: parameters before their use. grad_scatter: gradients to their shards. "
@@ -607,12 +612,25 @@ def tensor_parallel_choices(c, plan, exhaustive=False):
     model, per_node = plan.model, plan.per_node
     shared = math.gcd(per_node, model.heads, model.kv_heads, model.ffn)
 
+    if c.products == "fp8" and c.tp_mode == "fsp" and c.tp != 1:
+        raise ValueError(
+            "--tp-mode fsp: it gathers a prologue's result, which --products fp8 casts in the same "
+            "kernel. Nearest legal choice: --tp-mode msp"
+        )
+
     def why_not(tp):
         if shared % tp:
             return (
                 f"tensor parallelism must divide the {per_node} GPUs of a node, {model.heads} "
                 f"heads, {model.kv_heads} key/value heads and {model.ffn} features"
             )
+        if c.products == "fp8":
+            for whole, part in zip(plan.matrices, replace(plan, tp=tp).matrices):
+                if fits_tensor_cores(whole) and not fits_tensor_cores(part):
+                    return (
+                        f"--products fp8 needs multiples of {MULTIPLE}, and a matrix {whole[0]} x "
+                        f"{whole[1]} would be {part[0]} x {part[1]} on each GPU"
+                    )
 
     return legal_choices(c, ["tp"], zip(divisors(per_node)), why_not)
 
@@ -1174,6 +1192,7 @@ def shapes(c, model, hardware, exhaustive=False):
         hardware.per_node,
         c.seq,
         optimizer=c.matrix_optimizer,
+        products=c.products,
         overlap=c.overlaps,
         tp_mode=c.tp_mode,
     )

@@ -116,6 +116,7 @@ from data import (
     replace_file,
     split,
 )
+from fp8 import MULTIPLE, fits_tensor_cores, has_float8, use_float8
 from model import (
     ARCHITECTURES,
     MODELS,
@@ -855,6 +856,24 @@ def configure(command_flags: dict, local_rank: int) -> Run:
     return run
 
 
+def float8_in_words(plan: costs.Plan, device: torch.device) -> str:
+    """Say where the products of the layers run in float8 (--products fp8), and where not."""
+    left_out = [shape for shape in dict.fromkeys(plan.matrices) if not fits_tensor_cores(shape)]
+    text = "--products fp8: the matrix products in the layers run in float8"
+    if left_out:
+        shapes = ", ".join(f"{rows} x {cols}" for rows, cols in left_out)
+        text += (
+            f", except for matrices {shapes}, whose sizes are no multiples of {MULTIPLE}: those "
+            f"stay in {plan.dtype}"
+        )
+    if not (has_float8(device) and plan.dtype == torch.bfloat16):
+        text += (
+            ". Here they are emulated: operands are rounded to float8 and multiplied in a wider "
+            "dtype, so it is slower. It is faster in bf16 on GPUs like H100"
+        )
+    return text
+
+
 def print_run(run: Run, plans: list[costs.Plan]) -> None:
     """Print flags that differ from their defaults, model, data and plan. A dry run prints all of
     the plans, other runs on GPUs the best two."""
@@ -872,6 +891,8 @@ def print_run(run: Run, plans: list[costs.Plan]) -> None:
         f"{run.kernel}. A token costs {causal:.3g} FLOPs if attention counts each token's earlier "
         f"tokens (causal), {full:.3g} if it counts all tokens of a sequence (full)"
     )
+    if cfg.products == "fp8":
+        print0(float8_in_words(run.plan, run.device))
     if cfg.seq > model.max_positions:
         print0(
             f"--seq {cfg.seq:,} is longer than the {model.max_positions:,} tokens that the rotary "
@@ -1045,7 +1066,10 @@ def build_model(run: Run, attention: Attention, groups: Groups) -> tuple[LLaMA |
     all_or_none(check_weights, model, plan.pp)
 
     # split matrices over the tensor-parallel group, then keep the layers of this stage
-    all_or_none(split_model, model, TensorParallel(plan.tp_mode, groups))
+    tensor_parallel = TensorParallel(plan.tp_mode, groups)
+    all_or_none(split_model, model, tensor_parallel)
+    if plan.products == "fp8":
+        use_float8(model, tensor_parallel.group)
     virtual_stages = keep_stage(model, groups.stage, plan.pp, plan.pp_chunks)
     order = pipeline_order(groups.stage, plan.pp, plan.pp_chunks, plan.micro_batches)
     runners = all_or_none(make_layer_runners, run, model, virtual_stages, order)

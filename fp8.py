@@ -1,0 +1,264 @@
+"""Matrix products in float8 (`--products fp8`): all three products of each projection in the layers.
+
+A Hopper GPU multiplies float8 numbers twice as fast as bf16 numbers. float8_e4m3 has four
+significant bits, and its largest number is 448. So a tensor is divided by a scale before it is
+rounded, and the product is multiplied by the scale again. Here each row of an operand has its own
+scale, which makes the row's largest number 448:
+
+    scale of a row = amax / 448              amax: the largest absolute value in the row
+    values of the row = row / scale, rounded to float8_e4m3
+
+Scales are computed from the tensor itself each time (dynamic scaling), so nothing is carried from
+one step to the next, and a checkpoint holds nothing of it. A product of A (M, K) and B (N, K) sums
+over K, and element (m, n) is multiplied by the scales of row m of A and row n of B:
+
+    product     operands with a scale per row       accumulation      shape of the result
+    y = a W^T   a (N, cols)      W (rows, cols)     fast              (N, rows)
+    da = dy W   dy (N, rows)     W^T (cols, rows)   in float32        (N, cols)
+    dW = dy^T a dy^T (rows, N)   a^T (cols, N)      in float32        (rows, cols)
+
+"fast" means that tensor cores add up to 4 products of tiles with fewer bits than float32 has. Example:
+y[5, 7] is the sum over k of a8[5, k] W8[7, k], times scale_a[5] * scale_W[7].
+
+What a result depends on. A row of a, and a row of dy, is one token. So y and da of a token do not
+depend on the other tokens: chunks, swapping and recomputation change nothing. A row of dy^T is one
+feature, and its scale depends on all tokens of the product. So dW depends on which tokens one
+product has: on the chunk size, on the micro-batch, and on sp. If tensor-parallel ranks share a
+row, they agree on its scale first (an all-reduce of maxima). Then dW does not depend on tp.
+
+What stays in the model's dtype: embedding, head and loss; attention; norms and the residual stream;
+gathers of parameters and reductions of gradients; a matrix whose sizes are no multiples of 16,
+which tensor cores need. If several products add up to dW, each is rounded to bf16, and the sum is
+kept in float32.
+
+How an operand is cast on a GPU. The rows of `a` are cast by the kernel that computes a (a norm,
+SwiGLU): torch.compile fuses the two. W and the operands of backward are cast by two kernels of
+fp8_kernels.py. The first finds the largest values, and the second writes the rows, and the
+transposed matrix with the rows of dy^T, a^T or W^T.
+
+On a CPU, or on a GPU without float8, products are emulated: the same numbers are rounded to float8,
+and they are multiplied in float32, or in float64 if the model is in float64.
+
+Left out: float8 gathers of parameters, float8 attention, scales that are delayed by a step.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ops import Matrix, Products, Prologue, accumulation_dtype, add_weight_grad, compiled
+
+E4M3 = torch.float8_e4m3fn
+LARGEST = 448.0  # the largest number of E4M3
+SMALLEST_AMAX = 1e-12  # stands for the largest value of a row of zeros, which has none
+MULTIPLE = 16  # tensor cores multiply float8 matrices whose sizes are multiples of it
+
+
+class Cast(NamedTuple):
+    """A matrix (M, K) in float8, with a scale per row: about values * scale."""
+
+    values: Tensor  # (M, K), E4M3, rows are contiguous
+    scale: Tensor  # (M, 1), float32 or wider
+
+
+# ---------------------------------------------------------------------------- casts
+
+
+@functools.cache
+def has_float8(device: torch.device) -> bool:
+    """Return whether the device multiplies float8 matrices with a scale per row: Hopper or later."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+def uses_tensor_cores(x: Tensor) -> bool:
+    """Return whether products of x run in float8. If not, they are emulated."""
+    return x.dtype == torch.bfloat16 and has_float8(x.device)
+
+
+def cast_by_amax(x: Tensor, amax: Tensor) -> Cast:
+    """Cast x (..., K). amax (..., 1): the largest absolute value of each row.
+
+    No value needs to be cut off: if the division makes one slightly larger than 448, it is rounded
+    to 448. A row with inf or NaN becomes NaN, so the step is not finite, as it would be in bf16.
+    """
+    wide = accumulation_dtype(x.dtype)
+    amax = amax.to(wide).clamp(min=SMALLEST_AMAX)
+    return Cast((x.to(wide) * (LARGEST / amax)).to(E4M3), amax / LARGEST)
+
+
+def cast_rows(x: Tensor) -> Cast:
+    """Cast x (..., K) with a scale per row."""
+    return cast_by_amax(x, x.abs().amax(-1, keepdim=True))
+
+
+@functools.cache
+def prologue_with_cast(prologue: Prologue) -> Callable:
+    """Return a function that computes (a, *extras) as prologue.forward does, and returns a as
+    (values, scale). On a GPU all of it is one kernel, which does not write a itself."""
+
+    def forward(*inputs):
+        a, *extras = prologue.forward(*inputs)
+        return *cast_rows(a), *extras
+
+    return compiled(forward)
+
+
+def largest_values(x: Tensor, of_rows: bool, of_cols: bool) -> tuple[Tensor | None, Tensor | None]:
+    """Return the largest absolute values of the rows of x (M, K), as (M, 1), and of its columns, as
+    (K, 1)."""
+    if uses_tensor_cores(x):
+        import fp8_kernels  # needs Triton, which comes with PyTorch for GPUs
+
+        return fp8_kernels.largest_values(x, of_rows, of_cols)
+    magnitude = x.abs()
+    row_amax = magnitude.amax(1, keepdim=True) if of_rows else None
+    col_amax = magnitude.amax(0)[:, None] if of_cols else None
+    return row_amax, col_amax
+
+
+def cast_both(
+    x: Tensor, row_amax: Tensor | None, col_amax: Tensor | None
+) -> tuple[Cast | None, Cast | None]:
+    """Cast x (M, K) with a scale per row, and x^T (K, M) with a scale per row. None for either
+    whose largest values are None.
+
+    On a GPU the rows of x^T are padded with zeros to a multiple of 16 elements. So the operands of
+    dW have the same sizes, and zeros add nothing to it.
+    """
+    if uses_tensor_cores(x):
+        import fp8_kernels
+
+        rows, cols = fp8_kernels.cast(x, row_amax, col_amax, MULTIPLE)
+        return rows and Cast(*rows), cols and Cast(*cols)
+    rows = None if row_amax is None else cast_by_amax(x, row_amax)
+    cols = None if col_amax is None else cast_by_amax(x.t(), col_amax)
+    return rows, cols
+
+
+def product(
+    a: Cast, b: Cast, dtype: torch.dtype, fast: bool = False, out: Tensor | None = None
+) -> Tensor:
+    """Return a b^T (M, N) in `dtype`, of a (M, K) and b (N, K). fast: add up with fewer bits. out:
+    write the product into it."""
+    if dtype == torch.bfloat16 and has_float8(a.values.device):
+        operands = a.values, b.values.t(), a.scale, b.scale.t()
+        if out is None:
+            return torch._scaled_mm(*operands, out_dtype=dtype, use_fast_accum=fast)
+        return torch._scaled_mm(*operands, out_dtype=dtype, use_fast_accum=fast, out=out)
+    wide = accumulation_dtype(dtype)
+    result = a.values.to(wide) @ b.values.to(wide).t() * a.scale * b.scale.t()
+    result = result.to(dtype)
+    return result if out is None else out.copy_(result)
+
+
+def weight_grad_into(
+    dy: Cast, x: Cast, dtype: torch.dtype, out: Tensor | None, beta: int
+) -> Tensor:
+    """Write beta * out + dy^T x into out (rows, cols), and return it. It takes the place of
+    ops.weight_grad_into. dy: a cast of dy^T (rows, N). x: a cast of x^T (cols, N).
+
+    The product itself has `dtype`. The sum has out's dtype, which is float32 if several products
+    add up.
+    """
+    if out is None or (beta == 0 and out.dtype == dtype):
+        return product(dy, x, dtype, out=out)
+    dw = product(dy, x, dtype)
+    return out.add_(dw) if beta else out.copy_(dw)
+
+
+# ---------------------------------------------------------------------------- projections
+
+
+class Float8Products(Products):
+    """The three products of a projection in float8.
+
+    group: the tensor-parallel ranks that share rows, None if there are none. If a matrix is cut by
+    columns, each rank has a part of each row of a and of W. If it is cut by rows, each has a part
+    of each row of dy and of W^T.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None = None):
+        self.group = group
+
+    def shares_rows(self, matrix: Matrix, cut: str) -> bool:
+        """Return whether several ranks have parts of the same row, because of this cut."""
+        return matrix.tp_slice is not None and matrix.cut == cut
+
+    def cast(
+        self, x: Tensor, rows: bool = False, cols: bool = False, shared: str = ""
+    ) -> tuple[Cast | None, Cast | None]:
+        """Cast x (M, K), x^T (K, M), or both. shared: "rows" or "cols", if tensor-parallel ranks
+        have other parts of the rows of x, or of those of x^T. A collective of these ranks then."""
+        x = x.contiguous()
+        row_amax, col_amax = largest_values(x, rows, cols)
+        if shared:
+            amax = row_amax if shared == "rows" else col_amax
+            dist.all_reduce(amax, dist.ReduceOp.MAX, group=self.group)
+        return cast_both(x, row_amax, col_amax)
+
+    def forward(self, matrix: Matrix, prologue: Prologue, recomputing: bool, inputs: tuple):
+        """See Products.forward."""
+        shared = "rows" if self.shares_rows(matrix, "columns") else ""
+        if shared or not uses_tensor_cores(inputs[0]):
+            a, *extras = prologue.forward(*inputs)
+            dtype, leading = a.dtype, a.shape[:-1]
+            a8, _ = self.cast(a.flatten(0, -2), rows=True, shared=shared)
+        else:
+            dtype = inputs[0].dtype
+            values, scale, *extras = prologue_with_cast(prologue)(*inputs)
+            leading = values.shape[:-1]
+            a8 = Cast(values.flatten(0, -2), scale.flatten(0, -2))
+        w = matrix.events.unshard(matrix, backward=recomputing)
+        w8, _ = self.cast(w, rows=True, shared=shared)
+        y = product(a8, w8, dtype, fast=True)
+        return y.view(*leading, -1), extras
+
+    def backward(self, matrix: Matrix, prologue: Prologue, dy: Tensor, saved: tuple):
+        """See Products.backward."""
+        trains = not matrix.frozen
+        shared = self.shares_rows(matrix, "rows")
+        dy8, dy8_t = self.cast(
+            dy.flatten(0, -2), rows=True, cols=trains, shared="rows" if shared else ""
+        )
+        w = matrix.events.unshard(matrix, backward=True)
+        _, w8_t = self.cast(w, cols=True, shared="cols" if shared else "")
+        da = product(dy8, w8_t, dy.dtype).view(*dy.shape[:-1], -1)
+        del dy8, w8_t, w  # before prologue.backward allocates more
+        if not trains:
+            return None, prologue.grads(da, *saved)
+
+        a, *input_grads = prologue.backward(da, *saved)
+        # a may be a saved tensor, which has a graph
+        _, a8_t = self.cast(a.detach().flatten(0, -2), cols=True)
+        compute = functools.partial(weight_grad_into, dy8_t, a8_t, dy.dtype)
+        return add_weight_grad(matrix, compute), input_grads
+
+
+# ---------------------------------------------------------------------------- which matrices
+
+
+def fits_tensor_cores(shape: tuple[int, int]) -> bool:
+    """Return whether a matrix of this shape can be multiplied in float8."""
+    return all(size % MULTIPLE == 0 for size in shape)
+
+
+def use_float8(model: torch.nn.Module, group: dist.ProcessGroup | None) -> None:
+    """Let the matrices of the model's layers compute their products in float8. Call it when
+    tensor.py has split them. group: the tensor-parallel ranks.
+
+    Matrices whose whole shape has no multiples of 16 stay as they are. Whether a matrix uses float8
+    does not depend on tp, so that the results do not, either: the planner refuses a tp whose slices
+    are no multiples of 16.
+    """
+    products = Float8Products(group)
+    for matrix in model.blocks.modules():
+        if not isinstance(matrix, Matrix):
+            continue
+        whole = matrix.tp_slice.whole if matrix.tp_slice else matrix.shape
+        if fits_tensor_cores(whole):
+            assert fits_tensor_cores(matrix.shape), "the planner refuses such a slice"
+            matrix.products = products
