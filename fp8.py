@@ -28,8 +28,8 @@ row, they agree on its scale first (an all-reduce of maxima). Then dW does not d
 
 What stays in the model's dtype: embedding, head and loss; attention; norms and the residual stream;
 gathers of parameters and reductions of gradients; a matrix whose sizes are no multiples of 16,
-which tensor cores need. If several products add up to dW, each is rounded to bf16, and the sum is
-kept in float32.
+which tensor cores need; a matrix with cut="whole" (a gate, or one matrix of each adapter). If
+several products add up to dW, each is rounded to bf16, and the sum is kept in float32.
 
 How an operand is cast on a GPU. The rows of `a` are cast by the kernel that computes a (a norm,
 SwiGLU): torch.compile fuses the two. W and the operands of backward are cast by two kernels of
@@ -252,13 +252,15 @@ def use_float8(model: torch.nn.Module, group: dist.ProcessGroup | None) -> None:
 
     Matrices whose whole shape has no multiples of 16 stay as they are. Whether a matrix uses float8
     does not depend on tp, so that the results do not, either: the planner refuses a tp whose slices
-    are no multiples of 16.
+    are no multiples of 16. So matrices with cut="whole" stay as they are, too. Each tensor-parallel
+    rank multiplies one by its own tokens, or by its own summand of dy (see tensor.py), and the sum
+    of rounded summands is not the rounded sum.
     """
     products = Float8Products(group)
     for matrix in model.blocks.modules():
         if not isinstance(matrix, Matrix):
             continue
         whole = matrix.tp_slice.whole if matrix.tp_slice else matrix.shape
-        if fits_tensor_cores(whole):
+        if fits_tensor_cores(whole) and matrix.cut != "whole":
             assert fits_tensor_cores(matrix.shape), "the planner refuses such a slice"
             matrix.products = products
