@@ -708,6 +708,7 @@ def plan_of(case: dict) -> costs.Plan:
         os_place=value.place,
         optimizer=value.optimizer if value.moments == "fp32" else "adamw-bf16",
         products=value.products,
+        keeps_casts=value.products == "fp8" and value.p == 1,  # p > 1: while a layer runs
         activations=activations_of(value.keep, layers, value.chunks),
         tp=value.tp,
         tp_mode=value.mode,

@@ -864,7 +864,7 @@ def float8_in_words(plan: costs.Plan, device: torch.device) -> str:
         shapes = ", ".join(f"{rows} x {cols}" for rows, cols in left_out)
         text += (
             f", except for matrices {shapes}, whose sizes are no multiples of {MULTIPLE}: those "
-            f"stay in {plan.dtype}"
+            f"stay in {str(plan.dtype).removeprefix('torch.')}"
         )
     if not (has_float8(device) and plan.dtype == torch.bfloat16):
         text += (
