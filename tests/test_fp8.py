@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ import fp8
 import model as m
 import ops
 import planner
+import tensor
 import train
 from helpers import STEP
 from test_all import (
@@ -293,6 +295,21 @@ def test_slices_must_be_multiples_of_16():
     assert {plan.tp for plan in shapes(replace(odd, dim=96), tp=2, products="fp8")} == {2}
     with raises(ValueError, match="--products fp8: no matrix .* multiples of 16.*--products dtype"):
         shapes(replace(SMALL, dim=40), products="fp8")
+
+
+def test_slices_of_a_forks_matrix_must_be_multiples_of_16():
+    """A matrix that a fork adds is refused by name if tp cuts it into slices that float8 does not
+    have, because the planner does not know it.
+
+    Catches an assertion of the engine, which would not say what to do.
+    """
+    with torch.device("meta"):
+        model = m.LLaMA(replace(SMALL, kv_heads=6, head_dim=16, dim=96, ffn=96))
+        model.blocks[1].expert = m.Matrix(80, 96, cut="rows")
+    parts = "tp_input", "tp_prologue", "tp_output", "select_tp_tokens"
+    tensor.split_model(model, SimpleNamespace(tp=2, tp_rank=0, **dict.fromkeys(parts)))
+    with raises(ValueError, match="the matrix 1.expert, 80 x 96, would be 40 x 96 .*--tp 1"):
+        fp8.use_float8(model)
 
 
 def test_run_says_what_is_in_float8(tmp_path, monkeypatch, capsys):
