@@ -28,8 +28,8 @@ row, they agree on its scale first (an all-reduce of maxima). Then dW does not d
 
 What stays in the model's dtype: embedding, head and loss; attention; norms and the residual stream;
 gathers of parameters and reductions of gradients; a matrix whose sizes are no multiples of 16,
-which tensor cores need. If several products add up to dW, each is rounded to bf16, and the sum is
-kept in float32.
+which tensor cores need; a matrix with cut="whole" (a gate, or one matrix of each adapter). If
+several products add up to dW, each is rounded to bf16, and the sum is kept in float32.
 
 How an operand is cast on a GPU. The rows of `a` are cast by the kernel that computes a (a norm,
 SwiGLU): torch.compile fuses the two. W and the operands of backward are cast by two kernels of
@@ -309,7 +309,10 @@ def use_float8(
 
     Matrices whose whole shape has no multiples of 16 stay as they are. Whether a matrix uses float8
     does not depend on tp, so that the results do not, either: the planner refuses a tp whose slices
-    are no multiples of 16.
+    of model.Block's matrices are no multiples of 16. Raises ValueError for such a slice of a fork's
+    matrix, which the planner does not know. Matrices with cut="whole" stay as they are, too. Each
+    tensor-parallel rank multiplies one by its own tokens, or by its own summand of dy (tensor.py),
+    and the sum of rounded summands is not the rounded sum.
     """
     layer_of = {
         matrix: i
@@ -318,8 +321,16 @@ def use_float8(
         if isinstance(matrix, Matrix)
     }
     products = Float8Products(layer_of, group, keeps_casts)
-    for matrix in layer_of:
+    for name, matrix in model.blocks.named_modules():
+        if matrix not in layer_of or matrix.cut == "whole":
+            continue
         whole = matrix.tp_slice.whole if matrix.tp_slice else matrix.shape
-        if fits_tensor_cores(whole):
-            assert fits_tensor_cores(matrix.shape), "the planner refuses such a slice"
-            matrix.products = products
+        if not fits_tensor_cores(whole):
+            continue
+        if not fits_tensor_cores(matrix.shape):
+            raise ValueError(
+                f"--tp: --products fp8 needs multiples of {MULTIPLE}, and the matrix {name}, "
+                f"{whole[0]} x {whole[1]}, would be {matrix.shape[0]} x {matrix.shape[1]} on each "
+                "GPU. Nearest legal choice: --tp 1"
+            )
+        matrix.products = products

@@ -618,6 +618,12 @@ def tensor_parallel_choices(c, plan, exhaustive=False):
             "kernel. Nearest legal choice: --tp-mode msp"
         )
 
+    if c.products == "fp8" and not any(map(fits_tensor_cores, plan.matrices)):
+        raise ValueError(
+            "--products fp8: no matrix of the layers has rows and columns that are multiples of "
+            f"{MULTIPLE}, so nothing would run in float8. Nearest legal choice: --products dtype"
+        )
+
     def why_not(tp):
         if shared % tp:
             return (

@@ -116,8 +116,14 @@ END_TOKEN = 5  # the token that ends a document, if a case has documents
 IGNORED_TOKEN = 3  # where the label is this token, the loss leaves it out
 # Relative errors allowed in (losses, gradient norms, weight updates). For comparison: Plain itself
 # in bf16, with its float64 weights rounded before each step, errs by up to 0.002, 0.023 and 0.25,
-# over all sizes and blocks except the size "deep".
-TOLERANCES = {"fp64": (1e-10, 1e-10, 1e-10), "bf16": (0.004, 0.08, 0.4)}
+# over all sizes and blocks except the size "deep". With float8 products in bf16 it errs by up to
+# 0.007, 0.11 and 0.70. There, bf16's errors decide which way some operands are rounded, and Adam's
+# first steps change each element by about the same size. No update at all would err by 1.
+TOLERANCES = {
+    "fp64": (1e-10, 1e-10, 1e-10),
+    "bf16": (0.004, 0.08, 0.4),
+    "bf16 fp8": (0.014, 0.22, 0.85),
+}
 Block = m.Block
 SIZES = {  # vocab, C, layers, heads, key/value heads, F, head dim
     "gqa": m.ModelConfig(67, 24, 5, 8, 4, 40, 8),
@@ -126,6 +132,58 @@ SIZES = {  # vocab, C, layers, heads, key/value heads, F, head dim
     "deep": m.ModelConfig(67, 24, 17, 8, 4, 40, 8),
     "wide": m.ModelConfig(67, 256, 5, 16, 8, 256, 64),  # for the kernels of GPUs
 }
+
+
+def size_of(model: str, products: str) -> m.ModelConfig:
+    """Return a row of SIZES. With float8 products C and F are multiples of 16, on 4 tp ranks, too.
+
+    With C = 24 and F = 40 no matrix would be multiplied in float8.
+    """
+    size = SIZES[model]
+    return replace(size, dim=32, ffn=64) if products == "fp8" and size.dim % 16 else size
+
+
+def round_to_float8(x: torch.Tensor) -> torch.Tensor:
+    """Return the numbers of float8_e4m3 that are nearest to x, in float64.
+
+    These numbers have 4 significant bits. Below 2^-6 they are multiples of 2^-9. A value halfway
+    between two of them becomes the even one. PyTorch casts float64 to float32 first, and so does
+    this: otherwise values that lie within 1e-8 of halfway would differ.
+    """
+    x = x.float().double()
+    mantissa, exponent = torch.frexp(x)  # x = mantissa * 2^exponent, 1/2 <= |mantissa| < 1
+    step = torch.ldexp(torch.ones_like(x), exponent.clamp(min=-5) - 4)  # between two numbers
+    return torch.round(x / step) * step  # round() rounds half to even
+
+
+def quantise(x: torch.Tensor) -> torch.Tensor:
+    """Return x (..., K) as float8 represents it: each row is divided by a scale that makes its
+    largest value 448, then it is rounded, and multiplied by the scale again."""
+    scale = x.abs().amax(-1, keepdim=True).clamp(min=1e-12) / 448
+    return round_to_float8(x / scale) * scale
+
+
+class Float8Product(torch.autograd.Function):
+    """y = x W^T, whose three products have operands in float8.
+
+    x (B, T, cols), W (rows, cols). numbers (B, T): tokens with the same number are multiplied at
+    once when the engine computes dW, so that they share the scales of dy^T and x^T.
+    """
+
+    @staticmethod
+    def forward(ctx, x, weight, numbers):
+        ctx.save_for_backward(x, weight, numbers)
+        return quantise(x) @ quantise(weight).t()
+
+    @staticmethod
+    def backward(ctx, dy):
+        x, weight, numbers = ctx.saved_tensors
+        dx = quantise(dy) @ quantise(weight.t()).t()
+        dw = torch.zeros_like(weight)
+        for number in numbers.unique():
+            tokens = numbers == number  # (B, T)
+            dw += quantise(dy[tokens].t()) @ quantise(x[tokens].t()).t()
+        return dx, dw, None
 
 
 def gated(activation: Callable) -> Callable:
@@ -180,17 +238,29 @@ class PlainLayer(torch.nn.Module):
                 matrix.a = nn.Linear(matrix.in_features, RANK, bias=False)
                 matrix.b = nn.Linear(RANK, matrix.out_features, bias=False)
 
-    def product(self, matrix, x):
-        y = matrix(x)
+    def product(self, matrix, x, numbers):
+        """Return x W^T, and add what an adapter computes. numbers: see `forward`."""
+        y = self.linear(matrix, x, numbers)
         if self.adapters:
-            y = y + ALPHA / RANK * matrix.b(matrix.a(x))
+            # tensor parallelism would leave one of the two whole, and float8 leaves it as it is
+            by_rows = matrix in (self.qkv, self.gate_up)
+            a = self.linear(matrix.a, x, None if by_rows else numbers)
+            y = y + ALPHA / RANK * self.linear(matrix.b, a, numbers if by_rows else None)
         return y
 
-    def forward(self, x, rotation, mask):
+    def linear(self, matrix, x, numbers):
+        """Return x W^T + bias. It is computed in float8 if the sizes of W are multiples of 16."""
+        if numbers is None or any(size % 16 for size in matrix.weight.shape):
+            return matrix(x)
+        y = Float8Product.apply(x, matrix.weight, numbers)
+        return y if matrix.bias is None else y + matrix.bias
+
+    def forward(self, x, rotation, mask, numbers=None):
         """Return the layer's output (B, T, C).
 
         rotation: RoPE's unit complex numbers (B, 1, T, D/2). mask: (B, 1 or H, T, T), True where a
-        query attends to a key, or numbers that are added to the scores.
+        query attends to a key, or numbers that are added to the scores. numbers: those of
+        Float8Product; None: products are not in float8.
         """
 
         def rotate(t):  # (B, heads, T, D), with the pairs (i, i + D/2) as complex numbers
@@ -198,21 +268,23 @@ class PlainLayer(torch.nn.Module):
             return torch.cat((t.real, t.imag), -1).to(x.dtype)
 
         # attention
-        heads = self.product(self.qkv, self.norm1(x)).unflatten(-1, (sum(self.heads), -1))
+        heads = self.product(self.qkv, self.norm1(x), numbers)
+        heads = heads.unflatten(-1, (sum(self.heads), -1))
         q, k, v = heads.transpose(1, 2).split(self.heads, 1)
         if self.qkv.bias is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         o = F.scaled_dot_product_attention(rotate(q), rotate(k), v, mask, enable_gqa=True)
         if self.block == "gated":
             o = o * torch.sigmoid(self.gate(x)).sum(-1)[:, None, :, None]
-        o = self.product(self.out, o.transpose(1, 2).flatten(2))
+        o = self.product(self.out, o.transpose(1, 2).flatten(2), numbers)
         if self.block == "gemma":
             o = self.attention_norm(o)
         h = x + o
 
         # MLP
         activation = ACTIVATIONS.get(self.block, ACTIVATIONS["plain"])
-        y = self.product(self.down, activation(self.product(self.gate_up, self.norm2(h))))
+        gate_up = self.product(self.gate_up, self.norm2(h), numbers)
+        y = self.product(self.down, activation(gate_up), numbers)
         if self.block == "gemma":
             y = self.mlp_norm(y)
         y = h + y
@@ -251,8 +323,8 @@ class Plain(torch.nn.Module):
                 p.data *= 0.25  # so that adapters add half as much as their matrices compute
             p.requires_grad_(not freezes(frozen, our_name(name)))
 
-    def logits(self, tokens, documents: bool):
-        """Return the logits (B, T, vocab) of tokens (B, T)."""
+    def logits(self, tokens, documents: bool, numbers=None):
+        """Return the logits (B, T, vocab) of tokens (B, T). numbers: see PlainLayer.forward."""
         index = torch.arange(tokens.shape[1]).expand(tokens.shape)
         begins_document = torch.zeros_like(tokens, dtype=torch.bool)
         if documents:
@@ -278,17 +350,19 @@ class Plain(torch.nn.Module):
 
         x = self.embed(tokens) * self.embedding_scale
         for block, mask in zip(self.blocks, masks):
-            x = block(x, rotation, mask)
+            x = block(x, rotation, mask, numbers)
         return self.head(self.norm(x))
 
-    def forward(self, batch: np.ndarray, documents: bool = False):
-        """Return the mean loss of a batch (B, T + 1). The end of a document predicts nothing."""
+    def forward(self, batch: np.ndarray, documents: bool = False, numbers=None):
+        """Return the mean loss of a batch (B, T + 1). The end of a document predicts nothing.
+        numbers: see PlainLayer.forward."""
         tokens, labels = torch.from_numpy(batch[:, :-1]), torch.from_numpy(batch[:, 1:])
         ignored = labels == IGNORED_TOKEN
         if documents:
             ignored = ignored | (tokens == END_TOKEN)
         labels = labels.masked_fill(ignored, -100)
-        return F.cross_entropy(self.logits(tokens, documents).flatten(0, 1), labels.flatten())
+        logits = self.logits(tokens, documents, numbers)
+        return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
 
     def weights(self) -> dict[str, torch.Tensor]:
         """Return copies of the parameters by model.py's names."""
@@ -408,12 +482,15 @@ def reference_steps(
     frozen: str = "none",
     moments: str = "fp32",
     tied: int = 0,
+    numbers: tuple = (),
 ) -> tuple:
     """Train Plain. Return its first weights, (loss, gradient norm) of each step, its last weights.
 
-    documents: for each step, whether attention stays inside documents.
+    documents: for each step, whether attention stays inside documents. numbers: for each step, what
+    `product_numbers` returns; (): products are not in float8.
     """
-    plain = Plain(replace(SIZES[model], tied=bool(tied)), block, kernel, frozen)
+    size = size_of(model, "fp8" if numbers else "dtype")
+    plain = Plain(replace(size, tied=bool(tied)), block, kernel, frozen)
     first_weights = plain.weights()
     trained = [p for p in plain.parameters() if p.requires_grad]
     vectors = [p for p in trained if p.dim() == 1]
@@ -439,7 +516,7 @@ def reference_steps(
     for step, has_documents in enumerate(documents):
         batch = np.stack([make_sample(step * BATCH + i) for i in range(BATCH)])
         adamw.zero_grad()
-        loss = plain(batch, has_documents)
+        loss = plain(batch, has_documents, torch.tensor(numbers[step]) if numbers else None)
         loss.backward()
         clip_norm = CLIP_NORMS[step % 4]
         norm = torch.nn.utils.clip_grad_norm_(plain.parameters(), clip_norm or math.inf)
@@ -479,7 +556,38 @@ def reference_of_case(case: dict) -> tuple:
         case["frozen"],
         case["moments"],
         case["tied"],
+        4 * (product_numbers(case),) if case["products"] == "fp8" else (),
     )
+
+
+def product_numbers(case: dict) -> tuple[tuple[int, ...], ...]:
+    """Return a number for each sequence and position of a batch, (BATCH, SEQ). Two tokens have the
+    same number if a case multiplies them at once.
+
+    That is, if they belong to the same micro-batch of the same data-parallel rank, to the same
+    sequence-parallel rank, and to the same token chunk.
+    """
+    plan = plan_of(case)
+    rank_tokens = SEQ // plan.sp  # of one sequence
+    sequence = np.arange(BATCH)[:, None]
+    position = np.arange(SEQ)
+
+    # a data-parallel rank has consecutive sequences, and a micro-batch has consecutive ones of them
+    micro_batch, row = np.divmod(sequence, plan.micro_batch)
+
+    # the sequence has 2R parts, and ring rank r of R has the parts r and 2R - 1 - r, one after the
+    # other. If R = 1, this is all of the sequence. The ranks of Ulysses share these tokens evenly
+    part, index = np.divmod(position, SEQ // (2 * plan.ring))
+    is_second = part >= plan.ring
+    ring_rank = np.where(is_second, 2 * plan.ring - 1 - part, part)
+    index = index + is_second * SEQ // (2 * plan.ring)
+    heads_rank, index = np.divmod(index, rank_tokens)
+    sp_rank = ring_rank * (plan.sp // plan.ring) + heads_rank
+
+    # a chunk has consecutive tokens of a rank's sequences, which lie one after the other
+    chunk = (row * rank_tokens + index) // plan.chunk
+    numbers = (micro_batch * plan.sp + sp_rank) * BATCH * SEQ + chunk
+    return tuple(map(tuple, numbers.tolist()))
 
 
 # ---------------------------------------------------------------------------- one case
@@ -529,6 +637,7 @@ VALUES = {  # the keys of a case line, and the values that each one takes, its d
     "chunks": (3, 1),  # token chunks per layer
     "optimizer": ("adamw", "muon"),  # for matrices; muon: examples/muon.py
     "moments": ("fp32", "bf16"),  # --moments
+    "products": ("dtype", "fp8"),  # --products
     "dtype": ("fp64", "bf16"),
     "device": ("cpu", "cuda"),
     "kernel": ("cpu", "naive", "alibi"),  # naive: naive_forward; alibi: examples/alibi.py
@@ -571,7 +680,7 @@ def plan_of(case: dict) -> costs.Plan:
     value = SimpleNamespace(**case)
     norms = value.block == "norms"
     model = replace(
-        SIZES[value.model],
+        size_of(value.model, value.products),
         qkv_bias=norms,
         qk_norm=norms,
         tied=bool(value.tied),
@@ -598,6 +707,8 @@ def plan_of(case: dict) -> costs.Plan:
         os_layout=value.layout,
         os_place=value.place,
         optimizer=value.optimizer if value.moments == "fp32" else "adamw-bf16",
+        products=value.products,
+        keeps_casts=value.products == "fp8" and value.p == 1,  # p > 1: while a layer runs
         activations=activations_of(value.keep, layers, value.chunks),
         tp=value.tp,
         tp_mode=value.mode,
@@ -706,7 +817,8 @@ def assert_equals_plain(
     """
     run, model, states = make_run(case, groups, SpoilingStream)
     first_weights, expected_steps, expected_weights = reference
-    loss_tolerance, norm_tolerance, update_tolerance = TOLERANCES[case["dtype"]]
+    row = "bf16 fp8" if case["dtype"] == "bf16" and case["products"] == "fp8" else case["dtype"]
+    loss_tolerance, norm_tolerance, update_tolerance = TOLERANCES[row]
     is_last_rank = dist.get_rank() == dist.get_world_size() - 1
     errors = []
 
@@ -1176,6 +1288,7 @@ def mechanisms(case: dict) -> set[str]:
         "bf16": value.dtype == "bf16",
         "whole matrices": value.optimizer == "muon",
         "moments bf16": value.moments == "bf16",
+        "products fp8": value.products == "fp8",
     }
     return {name for name, used in uses.items() if used}
 
@@ -1184,7 +1297,8 @@ MECHANISMS = sorted(
     "heads,ring,long ring,groups,tp msp,tp mtp,tp fsp,stages,virtual stages,p>1,g>p,os>g,replicas,"
     "inter,host,no overlap,micro-batches,chunks x,chunks kept,chunks again,chunks swapped,"
     "chunks mixed,chunks no-o,chunks no-x,chunks neither,documents,block norms,block fork,"
-    "frozen base,frozen some,kv mha,kv mqa,bf16,whole matrices,moments bf16,tied".split(",")
+    "frozen base,frozen some,kv mha,kv mqa,bf16,whole matrices,moments bf16,products fp8,"
+    "tied".split(",")
 )
 
 
@@ -1204,6 +1318,10 @@ NEVER_MEET = {
     ("moments bf16", "whole matrices"): (
         "2 layout=inter optimizer=muon moments=bf16",
         "--moments bf16: only AdamW has",
+    ),
+    ("products fp8", "tp fsp"): (
+        "2 tp=2 mode=fsp products=fp8",
+        "--tp-mode fsp: .* which --products fp8 casts .*--tp-mode msp",
     ),
     ("p>1", "whole matrices"): ("2 layout=inter p=2 g=2 os=2 optimizer=muon", "--p 1"),
     ("tp", "whole matrices"): (
@@ -1246,6 +1364,7 @@ def refusal_reason(case: dict) -> str | None:
         dtype=value.dtype,
         optimizer=value.optimizer,
         moments=value.moments,
+        products=value.products,
         document_token=END_TOKEN if value.docs else -1,
         attention=value.kernel,
     )
@@ -1343,6 +1462,10 @@ ALONE = [
 1 tied=1
 2 tied=1 pp=2 micro=4
 2 tied=1 p=2 g=2 os=2 micro=2                         # gathered once, used twice
+1 products=fp8 micro=2
+1 products=fp8 keep=mixed                             # dW is rounded per chunk; the last is shorter
+2 products=fp8 sp=2 ring=2 micro=2                    # ... and per rank
+2 products=fp8 tp=2 mode=mtp                          # ranks have parts of the same rows
 """.strip().splitlines()
 ]
 PICKED = [
@@ -1354,16 +1477,16 @@ PICKED = [
 4 frozen=some pp=2 parts=2 micro=2 keep=neither model=deep os=2
 4 frozen=base p=2 g=2 os=2 micro=2                    # two replicas of all states
 4 p=1 g=2 os=2 layout=inter micro=2                   # the kept half is summed once at the end
-4 frozen=some tp=2 sp=2 g=2 os=2 micro=2 moments=bf16
+4 frozen=some tp=2 sp=2 g=2 os=2 micro=2 moments=bf16 products=fp8
 4 tp=2 sp=2 groups=2 kernel=alibi
-4 frozen=some sp=2 groups=4 p=2 g=4 os=4 keep=swapped # keys stay for the next group, too
+4 frozen=some sp=2 groups=4 p=2 g=4 os=4 keep=swapped products=fp8 # keys stay for the next group
 4 frozen=base tp=2 mode=fsp p=2 g=2 os=2 moments=bf16
 4 frozen=base tp=2 docs=1
-4 tp=4 mode=mtp                                       # one key/value head per rank
-2 frozen=base tp=2 mode=mtp keep=kept block=fork moments=bf16 # split matrices in token chunks
+4 tp=4 mode=mtp products=fp8                          # one key/value head per rank
+2 frozen=base tp=2 mode=mtp keep=kept block=fork moments=bf16 products=fp8 # split, in chunks
 2 frozen=some tp=2 mode=mtp keep=mixed block=gated    # whole weights meet split ones
 2 frozen=base tp=2 mode=mtp keep=again groups=2
-2 tp=2 mode=mtp keep=no-x moments=bf16
+2 tp=2 mode=mtp keep=no-x moments=bf16 products=fp8
 2 tp=2 mode=mtp keep=neither model=deep
 4 tp=2 mode=mtp sp=2 keep=no-o
 4 frozen=base tp=2 mode=mtp p=2 g=2 os=2 keep=mixed block=norms
@@ -1382,19 +1505,21 @@ COVER = [
     for line in """
 1 model=mqa docs=1 layout=inter keep=swapped moments=bf16
 1 model=mha groups=2 layout=inter place=host open=1 keep=swapped
-1 frozen=base model=mqa block=norms docs=1 layout=inter keep=neither optimizer=muon tied=1
+1 frozen=base model=mqa block=norms docs=1 layout=inter keep=neither optimizer=muon tied=1 \
+  products=fp8
 2 model=mha block=norms docs=1 groups=2 p=2 g=2 os=2 layout=inter place=host open=1 keep=neither \
 dtype=bf16 moments=bf16
 2 model=mqa block=fork pp=2 layout=inter place=host open=1 keep=kept optimizer=muon tied=1
 2 frozen=base model=mha block=fork micro=2 groups=4 pp=2 parts=2 layout=inter open=1 keep=x \
-  moments=bf16
+  moments=bf16 products=fp8
 2 block=fork docs=1 layout=inter place=host open=1 keep=swapped optimizer=muon dtype=bf16 tied=1
 2 frozen=base model=mha block=norms docs=1 sp=2 groups=4 os=2 layout=inter open=1 keep=no-o \
-  optimizer=muon tied=1
+  optimizer=muon tied=1 products=fp8
 2 block=norms docs=1 groups=2 pp=2 layout=inter place=host open=1 keep=again dtype=bf16
 2 frozen=base model=mqa block=norms sp=2 ring=2 g=2 os=2 layout=inter place=host open=1 \
   keep=no-x dtype=bf16 tied=1
-2 model=mqa block=norms docs=1 p=2 g=2 os=2 place=host open=1 keep=mixed dtype=bf16 tied=1
+2 model=mqa block=norms docs=1 p=2 g=2 os=2 place=host open=1 keep=mixed dtype=bf16 tied=1 \
+  products=fp8
 2 frozen=some model=mha block=fork sp=2 ring=2 groups=2 os=2 layout=inter place=host keep=no-x \
   chunks=1 optimizer=muon
 2 frozen=some model=mha docs=1 groups=4 tp=2 mode=fsp layout=inter open=1 dtype=bf16 tied=1
@@ -1432,7 +1557,7 @@ dtype=bf16 moments=bf16
 4 docs=1 sp=4 ring=4 p=2 g=4 os=4 layout=inter place=host keep=neither
 4 model=deep block=fork micro=2 pp=2 parts=2 p=2 g=2 os=2 keep=swapped
 8 model=mha micro=2 sp=4 ring=4 groups=4 pp=2 parts=2 p=2 g=4 os=4 layout=inter open=1 keep=again \
-  tied=1
+  tied=1 products=fp8
 8 frozen=some model=mqa sp=4 ring=4 os=2 layout=inter place=host open=1 keep=no-o \
   optimizer=muon dtype=bf16
 8 block=norms micro=2 tp=2 mode=fsp pp=2 parts=2
@@ -1581,7 +1706,9 @@ def test_cases_cover_all_pairs_of_mechanisms():
 
     # a run keeps its model and optimizer when it resumes; all else is saved once and loaded once
     of_the_model = {
-        name for name in MECHANISMS if re.match("block|frozen|kv|bf16|whole|moments|tied", name)
+        name
+        for name in MECHANISMS
+        if re.match("block|frozen|kv|bf16|whole|moments|products|tied", name)
     }
     saving, loading = RESUMES[:-1], RESUMES[1:]
     for cases in (saving, loading):
@@ -2054,14 +2181,14 @@ FROZEN_RESUMES = [
 TIED_RESUMES = [
     make_case(line)
     for line in """
-1 tied=1 moments=bf16
-2 tied=1 moments=bf16 pp=2 micro=2
-2 tied=1 moments=bf16 p=2 g=2 os=2 place=host
-4 tied=1 moments=bf16 pp=2 os=2 layout=inter
-4 tied=1 moments=bf16 tp=2 os=2
-4 tied=1 moments=bf16 pp=4 parts=1 micro=4 place=host
-4 tied=1 moments=bf16 p=2 g=4 os=4
-4 tied=1 moments=bf16 pp=2 tp=2 mode=mtp
+1 tied=1 moments=bf16 products=fp8
+2 tied=1 moments=bf16 products=fp8 pp=2 micro=2
+2 tied=1 moments=bf16 products=fp8 p=2 g=2 os=2 place=host
+4 tied=1 moments=bf16 products=fp8 pp=2 os=2 layout=inter
+4 tied=1 moments=bf16 products=fp8 tp=2 os=2
+4 tied=1 moments=bf16 products=fp8 pp=4 parts=1 micro=4 place=host
+4 tied=1 moments=bf16 products=fp8 p=2 g=4 os=4
+4 tied=1 moments=bf16 products=fp8 pp=2 tp=2 mode=mtp
 """.strip().splitlines()
 ]
 
@@ -2085,6 +2212,8 @@ def test_resumed_under_others(block, optimizer, steps, tmp_path):
     documents = tuple(case["docs"] for case in steps)
     of_the_run = {"block": block, "optimizer": optimizer}
     of_the_model = {key: steps[0][key] for key in ("frozen", "moments", "tied")}
+    if steps[0]["products"] == "fp8":
+        of_the_model["numbers"] = tuple(map(product_numbers, steps))
     reference = reference_steps("gqa", block, optimizer, documents, **of_the_model)
     first_step = 0
     for ranks, group_of_steps in itertools.groupby(steps, lambda case: case["ranks"]):

@@ -864,7 +864,7 @@ def float8_in_words(plan: costs.Plan, device: torch.device) -> str:
         shapes = ", ".join(f"{rows} x {cols}" for rows, cols in left_out)
         text += (
             f", except for matrices {shapes}, whose sizes are no multiples of {MULTIPLE}: those "
-            f"stay in {plan.dtype}"
+            f"stay in {str(plan.dtype).removeprefix('torch.')}"
         )
     if not (has_float8(device) and plan.dtype == torch.bfloat16):
         text += (
@@ -1069,7 +1069,7 @@ def build_model(run: Run, attention: Attention, groups: Groups) -> tuple[LLaMA |
     tensor_parallel = TensorParallel(plan.tp_mode, groups)
     all_or_none(split_model, model, tensor_parallel)
     if plan.products == "fp8":
-        use_float8(model, tensor_parallel.group, plan.keeps_casts)
+        all_or_none(use_float8, model, tensor_parallel.group, plan.keeps_casts)
     virtual_stages = keep_stage(model, groups.stage, plan.pp, plan.pp_chunks)
     order = pipeline_order(groups.stage, plan.pp, plan.pp_chunks, plan.micro_batches)
     runners = all_or_none(make_layer_runners, run, model, virtual_stages, order)

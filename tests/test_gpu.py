@@ -51,6 +51,8 @@ def gpu_cases(ranks: int) -> list[dict]:
         f"model=wide block=norms micro=2 keep=mixed g={ranks} os={ranks}",
         f"model=wide block=norms sp={ranks} p={ranks} g={ranks} os={ranks}",
         f"model=wide block=norms sp={ranks} ring={ranks} keep=swapped os={ranks}",
+        f"model=wide block=norms products=fp8 micro=2 keep=mixed p={ranks} g={ranks} os={ranks}",
+        f"model=wide block=norms products=fp8 tp={ranks} mode=mtp",
     ]
     wide = [
         case

@@ -1,0 +1,449 @@
+"""Products in float8: their rounding, what it depends on, what is refused, and kernels of GPUs."""
+
+import re
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from pytest import raises
+from safetensors.torch import load_file
+
+import costs
+import fp8
+import model as m
+import ops
+import planner
+import tensor
+import train
+from helpers import STEP
+from test_all import (
+    KEEPS,
+    SMALL,
+    SpoilingStream,
+    losses,
+    main,
+    make_case,
+    make_run,
+    needs_gpu,
+    on_ranks,
+    parametrize,
+    quantise,
+    relative,
+    round_to_float8,
+    use_small_pieces,
+)
+
+CPU = torch.device("cpu")
+
+
+def float8_numbers() -> torch.Tensor:
+    """Return all numbers of float8_e4m3 in order, in float64."""
+    numbers = torch.arange(256, dtype=torch.uint8).view(fp8.E4M3).double()
+    return numbers[numbers.isfinite()].unique()
+
+
+def cast_with_scale_1(x: torch.Tensor) -> torch.Tensor:
+    """Return what the engine casts x to if the largest value of a row is 448, in float64."""
+    return fp8.cast_by_amax(x, x.new_tensor([fp8.LARGEST])).values.double()
+
+
+def in_words(cast: fp8.Cast) -> torch.Tensor:
+    """Return the numbers that a cast stands for, in float64."""
+    return cast.values.double() * cast.scale.double()
+
+
+def products_of(
+    x: torch.Tensor, w: torch.Tensor, dy: torch.Tensor, prologue=ops.IDENTITY, float8=True
+) -> list[torch.Tensor]:
+    """Return y = prologue(x) W^T, dx and dW, as the engine computes them from dy."""
+    rows, cols = w.shape
+    matrix = ops.Matrix(rows, cols)
+    matrix.replace_weight(w)
+    if float8:
+        matrix.products = fp8.Float8Products({matrix: 0})
+    x = x.clone().requires_grad_()
+    y = ops.project(matrix, prologue, x)
+    y.backward(dy)
+    return [y.detach(), x.grad, matrix.weight.grad]
+
+
+def random_operands(dtype=torch.float64, device=CPU, tokens=40, rows=48, cols=32, width=0) -> list:
+    """Return random x (tokens, width or cols), W (rows, cols) and dy (tokens, rows)."""
+    rng = torch.Generator().manual_seed(0)
+    shapes = (tokens, width or cols), (rows, cols), (tokens, rows)
+    return [torch.randn(shape, generator=rng).to(device, dtype) for shape in shapes]
+
+
+# ---------------------------------------------------------------------------- rounding
+
+
+def test_casts_equal_the_formula():
+    """The engine rounds to float8 as the formula of test_all.py does: each number of float8 stays
+    itself, and values between two of them go to the nearest, halfway to the even one.
+
+    Catches a cast that truncates, and a formula that is wrong for subnormal numbers.
+    """
+    numbers = float8_numbers()
+    assert len(numbers) == 253 and numbers.max() == fp8.LARGEST  # 0 and -0 are one number
+    assert torch.equal(round_to_float8(numbers), numbers)
+
+    low, high = numbers[:-1], numbers[1:]
+    between = [low + (high - low) * share for share in (1e-4, 0.25, 0.5, 0.75, 1 - 1e-4)]
+    for dtype in (torch.float32, torch.float64):
+        for x in (numbers, *between):
+            assert torch.equal(cast_with_scale_1(x.to(dtype)), round_to_float8(x))
+    assert torch.equal(round_to_float8(between[1]), low)
+    assert torch.equal(round_to_float8(between[3]), high)
+
+    halfway = round_to_float8(between[2])
+    mantissa = torch.frexp(halfway).mantissa * 16  # 4 significant bits
+    subnormal = halfway.abs() < 2**-6
+    assert torch.all(torch.where(subnormal, halfway * 2**9, mantissa) % 2 == 0)
+
+
+@parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_no_value_is_cut_off(dtype):
+    """Rows of any size keep their largest value, and equal the formula. They are cast by rows and
+    by columns, and their largest values are far above 448, or far below 1.
+
+    Catches a scale that is that of the whole matrix, and values that become 448 or 0.
+    """
+    x, _, _ = random_operands(dtype)
+    x = x * torch.logspace(-9, 30, len(x), dtype=torch.float64)[:, None].to(dtype)
+    for rows, cast in zip((x, x.t()), fp8.cast_both(x, *fp8.largest_values(x, True, True))):
+        assert cast.values.double().abs().amax(1).eq(fp8.LARGEST).all()
+        assert relative(in_words(cast), quantise(rows.double())) < 1e-6
+        largest = rows.double().abs() == rows.double().abs().amax(1, keepdim=True)
+        error = (in_words(cast) / rows.double() - 1).abs()
+        assert error[largest].max() < 1e-6
+
+
+@parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_rows_of_zeros(dtype):
+    """Tokens, features and rows of W that are 0 give products of 0, and finite gradients.
+
+    Catches a division by the largest value of a row of zeros.
+    """
+    x, w, dy = random_operands(dtype)
+    x[3] = dy[5] = w[7] = 0
+    x[:, 2] = dy[:, 4] = w[:, 6] = 0
+    y, dx, dw = products_of(x, w, dy)
+    zeros = y[3], y[:, 7], dx[5], dx[:, 6], dw[4], dw[:, 2]
+    assert not torch.cat([zero.flatten() for zero in zeros]).any()
+    for ours, expected in zip((y, dx, dw), products_of(x, w, dy, float8=False)):
+        assert ours.isfinite().all()
+        assert 0.001 < relative(ours, expected) < 0.06  # rounded, and not wrong
+    assert not any(result.any() for result in products_of(0 * x, 0 * w, 0 * dy))
+
+
+@parametrize("dtype", [torch.float64, torch.bfloat16])
+@parametrize("value", [torch.nan, torch.inf, -torch.inf])
+def test_values_that_are_not_finite(value, dtype):
+    """Wherever a product would not be finite in the model's dtype, it is not in float8 either.
+
+    Catches an inf that becomes 448, so that a step which should be skipped updates the weights.
+    """
+    check_not_finite(value, dtype, CPU)
+
+
+def check_not_finite(value: float, dtype: torch.dtype, device: torch.device) -> None:
+    """Assert that an element of an operand that is not finite spoils the same elements of products
+    as in the model's dtype."""
+    for spoiled in range(3):
+        operands = random_operands(dtype, device)
+        operands[spoiled][9, 8] = value
+        spoils = 0
+        for ours, expected in zip(products_of(*operands), products_of(*operands, float8=False)):
+            wrong = ours.isfinite() & ~expected.isfinite()
+            assert not wrong.any()
+            spoils += not expected.isfinite().all()
+        assert spoils == 2  # each operand belongs to two of the three products
+
+
+def test_float8_leaves_out_some_matrices():
+    """Matrices of layers use float8 if their whole sizes are multiples of 16. Embedding and head
+    never do, and neither does a matrix with cut="whole", or one whose rows are few.
+
+    Catches a matrix whose rounding would depend on tp, and a head in float8.
+    """
+    with torch.device("meta"):
+        model = m.LLaMA(SMALL)
+        first = model.blocks[0]
+        first.router = m.Matrix(32, SMALL.dim, cut="whole")
+        first.gate = m.Matrix(3, SMALL.dim)
+        first.more = m.Matrix(32, SMALL.dim)
+    fp8.use_float8(model)
+    in_float8 = {
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, m.Matrix) and isinstance(module.products, fp8.Float8Products)
+    }
+    names = [f"blocks.{i}.{name}" for i in range(2) for name in ("qkv", "out", "gate_up", "down")]
+    assert in_float8 == {*names, "blocks.0.more"}
+
+
+# ---------------------------------------------------------------------------- what it depends on
+
+
+def weights_after_two_steps(line: str, keeps_casts: bool = True) -> torch.Tensor:
+    """Train a case for two steps. Return all weights, in one row. keeps_casts: of weights, from one
+    update to the next."""
+    run, model, states = make_run(make_case(line), {}, SpoilingStream)
+    model.blocks[0].qkv.products.keeps_casts = keeps_casts  # all matrices share it
+    train.load_random_weights(run, states)
+    for i in range(2):
+        _, _, finite = train.run_step(model, states, train.load_batch(run, 8 * i), 1e-2, 1.0)
+        assert finite
+    names = sorted(model.shapes)
+    return torch.cat([states.full_param(name).cpu().flatten() for name in names])
+
+
+@parametrize("dtype", ["fp64", "bf16"])
+def test_weights_do_not_depend_on_what_is_kept(dtype, group):
+    """Two steps give the same bits whichever chunks are kept, swapped or recomputed, and whether
+    casts of weights live for a layer or for a step.
+
+    Catches a recomputed operand that is rounded in another way, and a cast of old weights.
+    """
+    line = f"1 products=fp8 micro=2 dtype={dtype}"
+    expected = weights_after_two_steps(f"{line} keep=kept")
+    for keep in [keep for keep, row in KEEPS.items() if row and keep != "kept"]:
+        assert torch.equal(weights_after_two_steps(f"{line} keep={keep}"), expected), keep
+    for keep in ("kept", "again"):
+        assert torch.equal(weights_after_two_steps(f"{line} keep={keep}", False), expected)
+
+    # another chunk size rounds gradients of weights in another way
+    assert 0 < relative(weights_after_two_steps(f"{line} keep=all"), expected) < 0.1
+
+
+def test_resume_and_export(tmp_path, capsys):
+    """A resumed run trains in float8 as an uninterrupted one does, and exports its weights. A run
+    may go on with the other kind of products.
+
+    Catches a checkpoint that lacks something, casts of the first weights that are used after a
+    resume, and an export of rounded weights.
+    """
+    main(f"--products fp8 --save-every 3 --keep 9 --out {tmp_path}/a")
+    resume = f"--resume {tmp_path}/a/step-00000003"
+    main(f"{resume} --out {tmp_path}/b --export {tmp_path}/hf")
+    expected = losses(tmp_path / "a")
+    assert len(expected) == 6 and losses(tmp_path / "b") == expected[3:]
+    folders = tmp_path / "a" / "step-00000006", tmp_path / "b" / "step-00000006"
+    ours, resumed = (load_file(folder / "rank-00000-0.safetensors") for folder in folders)
+    assert all(torch.equal(ours[name], resumed[name]) for name in ours)
+    exported = load_file(tmp_path / "hf" / "model-00001-of-00001.safetensors")
+    down = exported["model.layers.1.mlp.down_proj.weight"]
+    assert torch.equal(ours["master.blocks.1.down.weight"], down.flatten())
+
+    main(f"{resume} --out {tmp_path}/c --products dtype")
+    assert "--products fp8" not in capsys.readouterr().out.rpartition("resumed")[2]
+    in_dtype = losses(tmp_path / "c")
+    main(f"--resume {tmp_path}/c/step-00000006 --out {tmp_path}/d --products fp8 --steps 7")
+    assert len(losses(tmp_path / "d")) == 1
+    for (_, loss, _), (_, other, _) in zip(in_dtype, expected[3:]):
+        assert 0 < abs(loss / other - 1) < 0.01
+
+
+# ---------------------------------------------------------------------------- flags and messages
+
+
+@parametrize(
+    "flags, message",
+    [
+        (
+            "--tp 2 --tp-mode fsp",
+            "--tp-mode fsp: it gathers .*, which --products fp8 casts .*Nearest legal choice: "
+            "--tp-mode msp",
+        ),
+        ("--tp auto --tp-mode fsp", "--tp-mode fsp: .*--tp-mode msp"),
+        ("--products fp9", "--products.* fp9.*dtype.*fp8"),
+    ],
+)
+def test_planner_refuses_fp8(flags, message, capsys):
+    """A tensor-parallel mode that float8 does not have is refused before anything runs.
+
+    Catches a flag that is dropped without an error.
+    """
+    with raises(SystemExit) as e:
+        planner.main(["--model", "1b", "--ranks", "2", "--products", "fp8", *flags.split()])
+    assert e.value.code == 2 and re.search(message, capsys.readouterr().err)
+
+
+def test_slices_must_be_multiples_of_16():
+    """A tp that cuts a matrix into slices which float8 does not have is refused, and the error says
+    which matrix. `auto` leaves it out. It is legal if the whole matrix stays in the model's dtype.
+
+    Catches an assertion of the engine in place of an error, and results that depend on tp.
+    """
+
+    def shapes(cfg: m.ModelConfig, **flags) -> list[costs.Plan]:
+        constraints = planner.Constraints(seq=64, batch=2, dtype="bf16", **flags)
+        return planner.shapes(constraints, cfg, planner.Hardware(2, 2, None))
+
+    # q|k|v has 80 rows and out has 48 columns, so each of two ranks would have 40 and 24
+    message = (
+        "--tp 2: --products fp8 needs multiples of 16, and a matrix 80 x 48 would be 40 x 48 on "
+        "each GPU.*--tp 1"
+    )
+    with raises(ValueError, match=message):
+        shapes(SMALL, tp=2, products="fp8")
+    assert {plan.tp for plan in shapes(SMALL, tp=None, products="fp8")} == {1}
+    assert {plan.tp for plan in shapes(SMALL, tp=None)} == {1, 2}
+    # here only down and gate_up stay in bf16, so that their slices may have any size
+    odd = replace(SMALL, kv_heads=6, head_dim=16, ffn=84)
+    assert {plan.tp for plan in shapes(replace(odd, dim=96), tp=2, products="fp8")} == {2}
+    with raises(ValueError, match="--products fp8: no matrix .* multiples of 16.*--products dtype"):
+        shapes(replace(SMALL, dim=40), products="fp8")
+
+
+def test_slices_of_a_forks_matrix_must_be_multiples_of_16():
+    """A matrix that a fork adds is refused by name if tp cuts it into slices that float8 does not
+    have, because the planner does not know it.
+
+    Catches an assertion of the engine, which would not say what to do.
+    """
+    with torch.device("meta"):
+        model = m.LLaMA(replace(SMALL, kv_heads=6, head_dim=16, dim=96, ffn=96))
+        model.blocks[1].expert = m.Matrix(80, 96, cut="rows")
+    parts = "tp_input", "tp_prologue", "tp_output", "select_tp_tokens"
+    tensor.split_model(model, SimpleNamespace(tp=2, tp_rank=0, **dict.fromkeys(parts)))
+    with raises(ValueError, match="the matrix 1.expert, 80 x 96, would be 40 x 96 .*--tp 1"):
+        fp8.use_float8(model)
+
+
+def test_run_says_what_is_in_float8(tmp_path, monkeypatch, capsys):
+    """A run says that a CPU emulates float8, and which matrices stay in the model's dtype.
+
+    Catches a flag that changes nothing and does not say so.
+    """
+    flags = f"--products fp8 --steps 1 --save-every -1 --out {tmp_path}"
+    main(flags)
+    text = capsys.readouterr().out
+    assert "the matrix products in the layers run in float8. Here they are emulated: " in text
+
+    monkeypatch.setitem(m.MODELS, "tiny", replace(m.MODELS["tiny"], ffn=500))
+    main(flags)
+    text = capsys.readouterr().out
+    assert "except for matrices 1000 x 192, 192 x 500, whose sizes are no multiples of 16: " in text
+    assert "those stay in float32. Here they are emulated: " in text
+    main(flags.replace("fp8", "dtype"))
+    assert "float8" not in capsys.readouterr().out
+
+
+def test_float8_bytes_are_counted():
+    """A plan with float8 products counts casts of activations and of weights, and no more.
+
+    Catches a run that is planned to fit and does not. A GPU needs them beside all other tensors.
+    """
+    plans = [replace(STEP, products=products) for products in ("dtype", "fp8")]
+    moment = "backward of a chunk's products"
+    in_dtype, in_fp8 = (costs.total_bytes(costs.working_moments(plan)[moment]) for plan in plans)
+    n, c, f = STEP.tokens, STEP.model.dim, STEP.model.ffn
+    assert in_fp8 - in_dtype >= n * (c + f)  # of dy^T and a^T of `down`
+
+    def bytes_of_casts(plan: costs.Plan) -> float:
+        gpu, _ = costs.memory_of_states(plan)
+        return gpu.get("float8 casts", 0)
+
+    layer = 4 * c * c + 3 * c * f
+    assert bytes_of_casts(plans[0]) == 0 and bytes_of_casts(plans[1]) == 2 * layer
+    kept = replace(plans[1], keeps_casts=True)
+    assert bytes_of_casts(kept) == 2 * STEP.stage_layers * layer
+    odd = replace(plans[1], model=replace(STEP.model, ffn=f + 1))  # gate_up and down stay in bf16
+    assert bytes_of_casts(odd) == 2 * 4 * c * c
+
+
+# ---------------------------------------------------------------------------- GPUs
+
+
+@needs_gpu
+@parametrize("shape", [(1000, 4096), (8192, 14336), (17, 48), (128, 128), (129, 16)])
+def test_gpu_casts_equal_the_plain_ones(shape):
+    """The kernels of fp8_kernels.py give the bits of the plain casts, by rows and by columns. One
+    row and one column are 0. Rows of the transpose are padded with zeros.
+
+    Catches a tile that reads beyond the matrix, and a division that is not exact.
+    """
+    device = needs_tensor_cores()
+    rng = torch.Generator(device).manual_seed(0)
+    x = torch.randn(shape, generator=rng, device=device).bfloat16()
+    x *= torch.logspace(-6, 6, shape[0], device=device)[:, None].bfloat16()
+    x[11] = x[:, 5] = 0
+    amax = fp8.largest_values(x, True, True)
+    for rows, found in zip((x, x.t()), amax):
+        assert torch.equal(found, rows.abs().amax(1, True).float())
+
+    casts = fp8.cast_both(x, *amax)
+    alone = fp8.cast_both(x, amax[0], None)[0], fp8.cast_both(x, None, amax[1])[1]
+    for rows, cast, same, largest in zip((x, x.t()), casts, alone, amax):
+        expected = fp8.cast_by_amax(rows, largest)
+        assert torch.equal(cast.scale, expected.scale)
+        values = cast.values.view(torch.uint8)
+        assert torch.equal(values, same.values.view(torch.uint8))
+        assert values.shape[1] % fp8.MULTIPLE == 0 or rows is x
+        width = rows.shape[1]
+        assert torch.equal(values[:, :width], expected.values.contiguous().view(torch.uint8))
+        assert not values[:, width:].any()
+
+
+def needs_tensor_cores() -> torch.device:
+    """Return the GPU, or skip the test if it has no float8."""
+    device = torch.device("cuda")
+    if not fp8.has_float8(device):
+        pytest.skip("this GPU does not multiply float8 matrices")
+    return device
+
+
+@needs_gpu
+@parametrize("value", [torch.nan, torch.inf, -torch.inf])
+def test_gpu_values_that_are_not_finite(value):
+    """On a GPU, too, a product that would not be finite in bf16 is not in float8.
+
+    Catches a kernel that drops NaN when it looks for the largest value, and casts it to a number.
+    """
+    check_not_finite(value, torch.bfloat16, needs_tensor_cores())
+
+
+@needs_gpu
+@parametrize("prologue", ["identity", "swiglu"])
+@parametrize("tokens, rows, cols", [(1000, 512, 1024), (4096, 2048, 512), (17, 48, 32)])
+def test_gpu_products_equal_the_emulation(tokens, rows, cols, prologue):
+    """The three products on tensor cores are those that a CPU emulates in float64, up to the
+    rounding of bf16. The number of tokens need not be a multiple of 16, as in a last chunk.
+
+    Catches an operand that is transposed, or scaled by another row's scale, and lost tokens.
+    """
+    device = needs_tensor_cores()
+    width = 2 * cols if prologue == "swiglu" else 0
+    operands = random_operands(torch.bfloat16, device, tokens, rows, cols, width)
+    chosen = {"identity": ops.IDENTITY, "swiglu": ops.SWIGLU}[prologue]
+    emulated = products_of(*(t.cpu().double() for t in operands), chosen)
+    exact = products_of(*(t.cpu().double() for t in operands), chosen, float8=False)
+    for ours, expected, unrounded in zip(products_of(*operands, chosen), emulated, exact):
+        assert ours.dtype == torch.bfloat16
+        # SwiGLU's own result may be rounded to bf16 before it is cast, or not
+        assert relative(ours.cpu(), expected) < 0.01 + 0.01 * (prologue == "swiglu")
+        assert relative(ours.cpu(), unrounded) < 0.06
+
+
+def compare_what_is_kept(line: str) -> None:
+    """Assert that two steps of a case give the same bits whichever chunks are kept."""
+    use_small_pieces()
+    expected = weights_after_two_steps(f"{line} keep=kept")
+    for keep in ("again", "swapped", "mixed", "no-o"):
+        assert torch.equal(weights_after_two_steps(f"{line} keep={keep}"), expected), keep
+    assert torch.equal(weights_after_two_steps(f"{line} keep=again", False), expected)
+    print("bit-equal")
+
+
+@needs_gpu
+def test_gpu_weights_do_not_depend_on_what_is_kept():
+    """On a GPU, too, two steps give the same bits whichever chunks are kept or recomputed.
+
+    Catches two kernels for one operand, of which one runs in forward and the other one when the
+    chunk is recomputed, and which round differently.
+    """
+    needs_tensor_cores()
+    line = "1 products=fp8 micro=2 dtype=bf16 model=wide device=cuda kernel=naive"
+    assert "bit-equal" in on_ranks(1, compare_what_is_kept, line, gpus=1)
