@@ -1073,6 +1073,12 @@ PRE = [
     elementwise("norm", "x", "n1"),
     elementwise("cut into heads and rotate", "qkv", "q kv"),
 ]
+QKV_BIAS = [elementwise("add the biases of q, k and v", "qkv", "qkv")]
+QK_NORM = [
+    elementwise("copy q and k, so that each is contiguous", "qk", "qk"),
+    elementwise("norms of q and k", "qk", "qk"),
+    elementwise("join q, k and v", "qkv", "qkv"),
+]
 PRE_CHUNKS = [elementwise("copy a chunk's heads to those of all tokens", "q kv", "q kv")]
 
 POST = [
@@ -1086,6 +1092,11 @@ BACKWARD_DOWN = [elementwise("recompute SwiGLU, and its gradient", "da gate_up",
 BACKWARD = [
     elementwise("recompute the norm, its gradient, and the sum with dy", "dn2 h dy", "n2 dh"),
     elementwise("rotate back", "dq dkv", "dqkv"),
+]
+QKV_BIAS_BACKWARD = [elementwise("gradient of the biases, a sum over tokens", "dqkv", "")]
+QK_NORM_BACKWARD = [
+    elementwise("recompute the norms of q and k, and their gradients", "dqk qk", "qk dqk"),
+    elementwise("join the gradients of q, k and v", "dqkv", "dqkv"),
 ]
 BACKWARD_WHOLE = [
     elementwise("recompute the norm, its gradient, and the sum with dh", "dn1 x dh", "n1 dx")
@@ -1111,6 +1122,7 @@ def layer_tensors(plan: Plan) -> dict[str, float]:
         ("q o do dq", n, q),
         ("kv dkv", n, kv),  # k and v
         ("qkv dqkv", n, q + kv),
+        ("qk dqk", n, q + kv / 2),  # q and k
         ("a da", n, cfg.ffn),
         ("gate_up dgate_up", n, 2 * cfg.ffn),
     )
@@ -1141,6 +1153,12 @@ def kernel_seconds(est: Estimator, plan: Plan) -> KernelSeconds:
         pre = PRE
         post = POST
         backward_rest = BACKWARD + BACKWARD_WHOLE
+    if plan.model.qkv_bias:
+        pre = pre + QKV_BIAS
+        backward_rest = backward_rest + QKV_BIAS_BACKWARD
+    if plan.model.qk_norm:
+        pre = pre + QK_NORM
+        backward_rest = backward_rest + QK_NORM_BACKWARD
 
     nbytes = layer_tensors(plan)
     return KernelSeconds(
