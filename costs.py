@@ -86,7 +86,7 @@ import torch
 
 import model as llama
 from attention import KERNELS
-from fp8 import E4M3
+from fp8 import E4M3, fits_tensor_cores
 from hardware import Profile, interpolate, interpolate_twice, nearest_host
 from model import ModelConfig, flops_per_token
 from offload import ActivationPlan, matrices_of, trace_block
@@ -118,6 +118,7 @@ class Plan:
     os_place: str = "gpu"  # where optimizer states lie: gpu, or host
     optimizer: str = "adamw"  # a row of optim.OPTIMIZERS, for matrices
     products: str = "dtype"  # of the layers: in dtype, or fp8 (fp8.py)
+    keeps_casts: bool = False  # fp8: keep casts of all weights from one update to the next
     overlap: tuple[str, ...] = STREAMS  # the streams that run concurrently with computation
     activations: ActivationPlan | None = None  # None: layers keep all skeletal activations on GPU
     memory: dict[str, float] = field(default_factory=dict)  # bytes of GPU memory, by term
@@ -216,6 +217,13 @@ class Plan:
             return sum(per_layer)
         # a fork's layers may differ, and a stage may have the largest ones
         return self.stage_layers * max(per_layer)
+
+    @property
+    def float8_matrices(self) -> list[tuple[int, int]]:
+        """Return those of `matrices` whose products run in float8."""
+        if self.products != "fp8":
+            return []
+        return [matrix for matrix in self.matrices if fits_tensor_cores(matrix)]
 
     @property
     def accum_dtype(self) -> torch.dtype:
@@ -864,9 +872,10 @@ def float8_backward_tensors(plan, rows, columns) -> list[TensorSize]:
     (fp8.Float8Products.backward). columns: of the product's dy and a, together."""
     if plan.products != "fp8":
         return []
+    largest = max(map(math.prod, plan.float8_matrices), default=0)
     return [
         TensorSize("dy^T and a^T in float8", rows, columns, E4M3),
-        TensorSize("dW of one product", 1, max(map(math.prod, plan.matrices)), plan.dtype),
+        TensorSize("dW of one product", 1, largest, plan.dtype),
     ]
 
 
@@ -973,6 +982,9 @@ def streaming_buffer_bytes(plan: Plan) -> float:
 def memory_of_states(plan: Plan) -> tuple[dict[str, float], dict[str, float]]:
     """Return the bytes of model states and their buffers by term, on the GPU and on the host."""
     memory = state_bytes(plan) | weight_buffer_bytes(plan)
+    if plan.products == "fp8":  # of W and of W^T, with 1 byte per element
+        layers = plan.stage_layers if plan.keeps_casts else 1
+        memory["float8 casts"] = 2 * layers * sum(map(math.prod, plan.float8_matrices))
     host = {}
     if plan.os_place == "host":
         host["optimizer"] = memory.pop("optimizer")
@@ -1050,9 +1062,13 @@ class Estimator:
     def products(self, kinds, tokens, rows, cols):
         """Return the seconds of products between (tokens, cols) and a matrix (rows, cols).
 
-        kinds: some of hardware.PRODUCTS. The profile has rates of square matrices only, so we take
-        the rate of a square matrix with as many elements.
+        kinds: some of hardware.PRODUCTS or FLOAT8_PRODUCTS. The profile has rates of square
+        matrices only, so we take the rate of a square matrix with as many elements.
         """
+        for kind in kinds:
+            if kind not in self.profile.products:
+                self.outside_profile.add("products in float8, predicted by the rates of bf16")
+        kinds = [k if k in self.profile.products else k.removeprefix("fp8_") for k in kinds]
         flops = 2 * tokens * rows * cols
         width = math.sqrt(rows * cols)
         return sum(
@@ -1250,7 +1266,13 @@ def layer_seconds(est: Estimator, plan: Plan) -> LayerSeconds:
     def products(kind):
         """Return the seconds of each matrix's products of a kind, in the order of use."""
         return [
-            plan.chunks * est.products((kind,), plan.tokens / plan.chunks, *matrix)
+            plan.chunks
+            * est.products(
+                (f"fp8_{kind}" if matrix in plan.float8_matrices else kind,),
+                plan.tokens / plan.chunks,
+                *matrix,
+            )
+            + cast_seconds(est, plan, matrix, kind)
             for matrix in plan.matrices
         ]
 
@@ -1298,6 +1320,50 @@ def layer_seconds(est: Estimator, plan: Plan) -> LayerSeconds:
             "tensor exchanges": tp_forward + reached * tp_backward,
         },
     )
+
+
+# The kernels of fp8.py for one product, besides the product itself. A norm or SwiGLU casts its own
+# result, so that costs nothing more. Three lists per kind of product: kernels of activations; those
+# that cast W, once per layer and pass, or once per step; those that run once per step.
+
+CASTS = {
+    "forward": ([], [elementwise("cast rows of W", "w", "w8")], []),
+    "input_grad": (
+        [elementwise("largest values of dy", "dy", ""), elementwise("cast dy", "dy", "dy8")],
+        [elementwise("cast W^T", "w", "w8")],
+        [elementwise("largest values of W^T", "w", "")],
+    ),
+    "weight_grad": (
+        [
+            elementwise("dy^T, by the same kernel as dy", "", "dy8"),
+            elementwise("largest values of a^T", "a", ""),
+            elementwise("cast a^T", "a", "a8"),
+        ],
+        [],
+        [],
+    ),
+}
+
+
+def cast_seconds(est: Estimator, plan: Plan, matrix: tuple[int, int], kind: str) -> float:
+    """Return the seconds of a micro-batch in which operands of a matrix's products are cast to
+    float8. kind: as in hardware.PRODUCTS."""
+    if matrix not in plan.float8_matrices:
+        return 0.0
+    rows, cols = matrix
+    e = plan.dtype.itemsize
+    nbytes = {
+        "w": rows * cols * e,
+        "w8": rows * cols,
+        "dy": plan.tokens * rows * e,
+        "dy8": plan.tokens * rows,
+        "a": plan.tokens * cols * e,
+        "a8": plan.tokens * cols,
+    }
+    of_tokens, of_weight, once = CASTS[kind.removesuffix("_sum")]
+    uses = plan.micro_batches if plan.keeps_casts else 1  # of one cast of W
+    moved = moved_bytes(of_tokens, nbytes) + moved_bytes(of_weight, nbytes) / uses
+    return est.moved(moved + moved_bytes(once, nbytes) / plan.micro_batches)
 
 
 def tp_exchange_seconds(est, plan):

@@ -36,6 +36,11 @@ SwiGLU): torch.compile fuses the two. W and the operands of backward are cast by
 fp8_kernels.py. The first finds the largest values, and the second writes the rows, and the
 transposed matrix with the rows of dy^T, a^T or W^T.
 
+W changes once per step, but a step may use it in many micro-batches and chunks. Casts of W are kept
+while one layer runs, or until the next update: then they take 2 bytes per parameter, and the
+planner decides whether there is room (costs.Plan.keeps_casts). The largest values of W are always
+kept until the update.
+
 On a CPU, or on a GPU without float8, products are emulated: the same numbers are rounded to float8,
 and they are multiplied in float32, or in float64 if the model is in float64.
 
@@ -90,8 +95,9 @@ def cast_by_amax(x: Tensor, amax: Tensor) -> Cast:
     return Cast((x.to(wide) * (LARGEST / amax)).to(E4M3), amax / LARGEST)
 
 
+@compiled
 def cast_rows(x: Tensor) -> Cast:
-    """Cast x (..., K) with a scale per row."""
+    """Cast x (..., K) with a scale per row. On a GPU one kernel reads each row once."""
     return cast_by_amax(x, x.abs().amax(-1, keepdim=True))
 
 
@@ -109,11 +115,11 @@ def prologue_with_cast(prologue: Prologue) -> Callable:
 
 def largest_values(x: Tensor, of_rows: bool, of_cols: bool) -> tuple[Tensor | None, Tensor | None]:
     """Return the largest absolute values of the rows of x (M, K), as (M, 1), and of its columns, as
-    (K, 1)."""
+    (K, 1). None for either that is not asked for."""
     if uses_tensor_cores(x):
         import fp8_kernels  # needs Triton, which comes with PyTorch for GPUs
 
-        return fp8_kernels.largest_values(x, of_rows, of_cols)
+        return fp8_kernels.largest_values(x.contiguous(), of_rows, of_cols)
     magnitude = x.abs()
     row_amax = magnitude.amax(1, keepdim=True) if of_rows else None
     col_amax = magnitude.amax(0)[:, None] if of_cols else None
@@ -132,6 +138,7 @@ def cast_both(
     if uses_tensor_cores(x):
         import fp8_kernels
 
+        x = x.contiguous()
         rows, cols = fp8_kernels.cast(x, row_amax, col_amax, MULTIPLE)
         return rows and Cast(*rows), cols and Cast(*cols)
     rows = None if row_amax is None else cast_by_amax(x, row_amax)
@@ -155,6 +162,12 @@ def product(
     return result if out is None else out.copy_(result)
 
 
+@compiled
+def add_into(out: Tensor, dw: Tensor) -> None:
+    """Add dW in bf16 to a sum in float32."""
+    out.add_(dw)
+
+
 def weight_grad_into(
     dy: Cast, x: Cast, dtype: torch.dtype, out: Tensor | None, beta: int
 ) -> Tensor:
@@ -167,7 +180,11 @@ def weight_grad_into(
     if out is None or (beta == 0 and out.dtype == dtype):
         return product(dy, x, dtype, out=out)
     dw = product(dy, x, dtype)
-    return out.add_(dw) if beta else out.copy_(dw)
+    if beta:
+        add_into(out, dw)
+    else:
+        out.copy_(dw)
+    return out
 
 
 # ---------------------------------------------------------------------------- projections
@@ -179,41 +196,78 @@ class Float8Products(Products):
     group: the tensor-parallel ranks that share rows, None if there are none. If a matrix is cut by
     columns, each rank has a part of each row of a and of W. If it is cut by rows, each has a part
     of each row of dy and of W^T.
+
+    keeps_casts: keep the casts of all weights until the next update. If not, they are kept while
+    the same layer runs: chunks, and recomputation, use them again. `layer_of` says which layer a
+    matrix belongs to.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None = None):
+    def __init__(
+        self,
+        layer_of: dict[Matrix, int],
+        group: dist.ProcessGroup | None = None,
+        keeps_casts: bool = False,
+    ):
+        self.layer_of = layer_of
         self.group = group
+        self.keeps_casts = keeps_casts
+        self.weight_casts = {}  # (matrix, "rows" or "cols") -> its Cast
+        self.weight_amax = {}  # the same keys -> the largest values, until the next update
+        self.layer = None  # whose casts these are, unless keeps_casts
+
+    def new_weights(self) -> None:
+        """Drop the casts of weights, because the weights change. shard.States calls this."""
+        self.weight_casts.clear()
+        self.weight_amax.clear()
+
+    def cast_weight(self, matrix: Matrix, w: Tensor, shared: bool, cols: bool = False) -> Cast:
+        """Return the cast of W (rows, cols), or of W^T with `cols`. shared: see `cast`."""
+        layer = self.layer_of[matrix]
+        if not self.keeps_casts and layer != self.layer:
+            self.weight_casts.clear()
+            self.layer = layer
+        key = matrix, "cols" if cols else "rows"
+        if key in self.weight_casts:
+            return self.weight_casts[key]
+
+        if not cols and not shared:
+            cast = Cast(*cast_rows(w))
+        else:
+            if key not in self.weight_amax:
+                self.weight_amax[key] = self.largest_values(w, not cols, cols, shared)
+            cast = cast_both(w, *self.weight_amax[key])[cols]
+        self.weight_casts[key] = cast
+        return cast
+
+    def largest_values(self, x: Tensor, of_rows: bool, of_cols: bool, shared: bool = False):
+        """Return what the function largest_values returns. shared: other tensor-parallel ranks have
+        the rest of the rows of x, or of its columns if only these are asked for. A collective of
+        these ranks then."""
+        row_amax, col_amax = largest_values(x, of_rows, of_cols)
+        if shared:
+            amax = row_amax if of_rows else col_amax
+            dist.all_reduce(amax, dist.ReduceOp.MAX, group=self.group)
+        return row_amax, col_amax
 
     def shares_rows(self, matrix: Matrix, cut: str) -> bool:
         """Return whether several ranks have parts of the same row, because of this cut."""
         return matrix.tp_slice is not None and matrix.cut == cut
 
-    def cast(
-        self, x: Tensor, rows: bool = False, cols: bool = False, shared: str = ""
-    ) -> tuple[Cast | None, Cast | None]:
-        """Cast x (M, K), x^T (K, M), or both. shared: "rows" or "cols", if tensor-parallel ranks
-        have other parts of the rows of x, or of those of x^T. A collective of these ranks then."""
-        x = x.contiguous()
-        row_amax, col_amax = largest_values(x, rows, cols)
-        if shared:
-            amax = row_amax if shared == "rows" else col_amax
-            dist.all_reduce(amax, dist.ReduceOp.MAX, group=self.group)
-        return cast_both(x, row_amax, col_amax)
-
     def forward(self, matrix: Matrix, prologue: Prologue, recomputing: bool, inputs: tuple):
         """See Products.forward."""
-        shared = "rows" if self.shares_rows(matrix, "columns") else ""
+        shared = self.shares_rows(matrix, "columns")
         if shared or not uses_tensor_cores(inputs[0]):
             a, *extras = prologue.forward(*inputs)
             dtype, leading = a.dtype, a.shape[:-1]
-            a8, _ = self.cast(a.flatten(0, -2), rows=True, shared=shared)
+            a = a.flatten(0, -2)
+            a8, _ = cast_both(a, *self.largest_values(a, True, False, shared))
         else:
             dtype = inputs[0].dtype
             values, scale, *extras = prologue_with_cast(prologue)(*inputs)
             leading = values.shape[:-1]
             a8 = Cast(values.flatten(0, -2), scale.flatten(0, -2))
         w = matrix.events.unshard(matrix, backward=recomputing)
-        w8, _ = self.cast(w, rows=True, shared=shared)
+        w8 = self.cast_weight(matrix, w, shared)
         y = product(a8, w8, dtype, fast=True)
         return y.view(*leading, -1), extras
 
@@ -221,19 +275,18 @@ class Float8Products(Products):
         """See Products.backward."""
         trains = not matrix.frozen
         shared = self.shares_rows(matrix, "rows")
-        dy8, dy8_t = self.cast(
-            dy.flatten(0, -2), rows=True, cols=trains, shared="rows" if shared else ""
-        )
+        flat = dy.reshape(-1, dy.shape[-1])
+        dy8, dy8_t = cast_both(flat, *self.largest_values(flat, True, trains, shared))
         w = matrix.events.unshard(matrix, backward=True)
-        _, w8_t = self.cast(w, cols=True, shared="cols" if shared else "")
+        w8_t = self.cast_weight(matrix, w, shared, cols=True)
         da = product(dy8, w8_t, dy.dtype).view(*dy.shape[:-1], -1)
-        del dy8, w8_t, w  # before prologue.backward allocates more
+        del flat, dy8, w8_t, w  # before prologue.backward allocates more
         if not trains:
             return None, prologue.grads(da, *saved)
 
         a, *input_grads = prologue.backward(da, *saved)
-        # a may be a saved tensor, which has a graph
-        _, a8_t = self.cast(a.detach().flatten(0, -2), cols=True)
+        a = a.detach().flatten(0, -2)  # it may be a saved tensor, which has a graph
+        _, a8_t = cast_both(a, *self.largest_values(a, False, True))
         compute = functools.partial(weight_grad_into, dy8_t, a8_t, dy.dtype)
         return add_weight_grad(matrix, compute), input_grads
 
@@ -246,18 +299,26 @@ def fits_tensor_cores(shape: tuple[int, int]) -> bool:
     return all(size % MULTIPLE == 0 for size in shape)
 
 
-def use_float8(model: torch.nn.Module, group: dist.ProcessGroup | None) -> None:
+def use_float8(
+    model: torch.nn.Module,
+    group: dist.ProcessGroup | None = None,
+    keeps_casts: bool = False,
+) -> None:
     """Let the matrices of the model's layers compute their products in float8. Call it when
-    tensor.py has split them. group: the tensor-parallel ranks.
+    tensor.py has split them. group, keeps_casts: see Float8Products.
 
     Matrices whose whole shape has no multiples of 16 stay as they are. Whether a matrix uses float8
     does not depend on tp, so that the results do not, either: the planner refuses a tp whose slices
     are no multiples of 16.
     """
-    products = Float8Products(group)
-    for matrix in model.blocks.modules():
-        if not isinstance(matrix, Matrix):
-            continue
+    layer_of = {
+        matrix: i
+        for i, block in enumerate(model.blocks)
+        for matrix in block.modules()
+        if isinstance(matrix, Matrix)
+    }
+    products = Float8Products(layer_of, group, keeps_casts)
+    for matrix in layer_of:
         whole = matrix.tp_slice.whole if matrix.tp_slice else matrix.shape
         if fits_tensor_cores(whole):
             assert fits_tensor_cores(matrix.shape), "the planner refuses such a slice"

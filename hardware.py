@@ -42,6 +42,8 @@ PROFILES = Path(__file__).parent / "results" / "profiles"
 
 # weight_grad_sum: a weight's gradient that is added to a float32 sum
 PRODUCTS = ("forward", "input_grad", "weight_grad", "weight_grad_sum")
+# the same in float8, if the GPU can. Casts are not among them
+FLOAT8_PRODUCTS = tuple(f"fp8_{kind}" for kind in PRODUCTS)
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "broadcast", "all_to_all")
 PASSES = ("forward", "backward")
 # what a host launches: one head group of attention with its all-to-alls, and a layer's kernels
@@ -64,7 +66,8 @@ class Profile:
     gpu_bytes: float  # memory of a GPU
     host_bytes: float  # memory of a node
     peak_flops: float | None  # dense bf16, by the data sheet. None: unknown, so there is no MFU
-    products: dict[str, Points]  # by PRODUCTS: [tokens, width of a square matrix, FLOP/s]
+    # by PRODUCTS and FLOAT8_PRODUCTS: [tokens, width of a square matrix, FLOP/s]
+    products: dict[str, Points]
     # by attention kernel (a name in attention.KERNELS) and by PASSES: [tokens of a sequence,
     # FLOP/s]. FLOPs are those of causal attention, half of the full attention matrix
     attention: dict[str, dict[str, Points]]
@@ -183,6 +186,8 @@ def scaled(
 # ---------------------------------------------------------------------------- which profile
 
 
+WITHOUT_FLOAT8 = r"A100|A800"  # GPUs that have no tensor cores for it
+
 # Data sheets, by a pattern of PyTorch's device name. The first pattern that matches counts. If a
 # GPU has no profile, the ratios between its row and the H200's row scale the H200's profile.
 # Columns: dense bf16 FLOP/s; bytes/s of memory; bytes/s of NVLink and of PCIe, in one direction;
@@ -270,7 +275,8 @@ def check_profile(profile: Profile) -> None:
             )
         tables += [(f"launch {host} {kind}", 1, [[seconds[kind]]]) for kind in LAUNCHES]
 
-    tables += [(f"products {kind}", 3, profile.products[kind]) for kind in PRODUCTS]
+    float8 = [kind for kind in FLOAT8_PRODUCTS if kind in profile.products]
+    tables += [(f"products {kind}", 3, profile.products[kind]) for kind in (*PRODUCTS, *float8)]
     for kernel, rates in profile.attention.items():
         if not isinstance(rates, dict):
             raise ValueError(
@@ -342,6 +348,9 @@ def scale_by_data_sheet(device_name, per_node):
 
     *ratios, _ = np.divide(sheet, base_sheet).tolist()  # of FLOP/s, memory, NVLink, PCIe
     gib = sheet[-1]
+    if re.search(WITHOUT_FLOAT8, device_name):
+        products = {kind: base.products[kind] for kind in PRODUCTS}
+        base = replace(base, products=products)
     return scaled(
         base,
         f"{device_name} {how}",

@@ -36,9 +36,12 @@ import torch
 import torch.distributed as dist
 
 import costs
+import fp8
 from attention import Attention, Exchange, gpus_reach_each_other, make_exchange
+from fp8 import has_float8
 from hardware import (
     COLLECTIVES,
+    FLOAT8_PRODUCTS,
     LAUNCHES,
     OVERLAPS,
     PRODUCTS,
@@ -156,8 +159,10 @@ class Machine:
         input_grad         dx = dy W
         weight_grad        dW = dy^T x
         weight_grad_sum    dW += dy^T x, in float32
+        fp8_...            the same in float8, without the casts of the operands, if the GPU can
         """
-        found = {kind: [] for kind in PRODUCTS}
+        kinds = PRODUCTS + FLOAT8_PRODUCTS if has_float8(self.device) else PRODUCTS
+        found = {kind: [] for kind in kinds}
         for tokens in self.tokens:
             for width in self.widths:
                 x = self.random(tokens, width)
@@ -165,13 +170,21 @@ class Machine:
                 dw = torch.zeros_like(w)
                 total = torch.zeros_like(w, dtype=accumulation_dtype(self.dtype))
                 flops = 2 * tokens * width**2
-                work = (
+                work = [
                     lambda: x @ w.t(),
                     lambda: x @ w,
                     lambda: weight_grad_into(x, x, dw, 0),
                     lambda: weight_grad_into(x, x, total, 1),
-                )
-                for kind, fn in zip(PRODUCTS, work):
+                ]
+                if has_float8(self.device):
+                    x8, w8, x8_t = map(fp8.cast_rows, (x, w, x.t().contiguous()))
+                    work += [
+                        lambda: fp8.product(x8, w8, self.dtype, fast=True),
+                        lambda: fp8.product(x8, w8, self.dtype),
+                        lambda: fp8.weight_grad_into(x8_t, x8_t, self.dtype, dw, 0),
+                        lambda: fp8.weight_grad_into(x8_t, x8_t, self.dtype, total, 1),
+                    ]
+                for kind, fn in zip(kinds, work):
                     found[kind].append([tokens, width, flops / self.time(fn)])
         return found
 

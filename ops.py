@@ -300,6 +300,9 @@ class Products:
     matrix.products says which of the two a matrix uses.
     """
 
+    def new_weights(self) -> None:
+        """Hear that the weights change now. Here nothing depends on it."""
+
     def forward(self, matrix: "Matrix", prologue: "Prologue", recomputing: bool, inputs: tuple):
         """Return y (..., rows) and the prologue's extras. recomputing: whether this is a second
         forward pass, inside backward."""

@@ -96,7 +96,7 @@ from costs import (
 )
 from data import regular
 from fp8 import MULTIPLE, fits_tensor_cores
-from hardware import Profile, load_profile, nearest_host, profile_files, scaled
+from hardware import FLOAT8_PRODUCTS, Profile, load_profile, nearest_host, profile_files, scaled
 from model import ARCHITECTURES, MODELS, ModelConfig, divisors, param_counts
 from offload import ActivationPlan
 from optim import OPTIMIZERS
@@ -894,8 +894,16 @@ def state_choices(c, plan, exhaustive=True):
     places = ("gpu", "host") if c.os_place == "auto" else (c.os_place,)
     candidates = map(astuple, legal_factors(world, in_node))
     for factors in legal_choices(c, ["p", "g", "os"], candidates, why_not):
+        # with p > 1 a weight is gathered for a layer, and casts of all of them would outgrow it
+        can_keep_casts = c.products == "fp8" and factors["p"] == 1
         for place in places:
-            yield {"factors": Factors(**factors), "os_layout": layout, "os_place": place}
+            for keeps_casts in (False, True) if can_keep_casts else (False,):
+                yield {
+                    "factors": Factors(**factors),
+                    "os_layout": layout,
+                    "os_place": place,
+                    "keeps_casts": keeps_casts,
+                }
 
 
 def most_sharded_states(c, plan, exhaustive=False):
@@ -917,12 +925,13 @@ SHAPE = (
 
 # ---------------------------------------------------------------------------- search
 
+LEAST_FLOAT8_GAIN = 0.03  # below it, a plan says that --products fp8 gives little
 TIE = 0.002  # plans whose times differ by less than this share tie
 PRUNE_FACTOR = 1.3  # a plan that takes this many times as long as the best one is not looked at
 
 token_s = operator.attrgetter("token_s")
 parallelism = operator.attrgetter("tp", "pp", "sp")  # the best plan of each is printed
-states_of = operator.attrgetter("factors", "os_place")
+states_of = operator.attrgetter("factors", "os_place", "keeps_casts")
 LIKELY_STATES = 3  # an unusual shape is first tried with the states of the 3 best plans
 shape_of = operator.attrgetter(
     *("tp", "pp", "pp_chunks", "sp", "ring", "micro_batch", "head_groups", "recompute", "chunk")
@@ -940,6 +949,7 @@ def preference(plan):
         abs(plan.tokens - 2**13),  # micro-batches near 8K tokens: larger ones need more memory
         plan.os_place,  # gpu before host
         astuple(plan.factors),
+        plan.keeps_casts,
         plan.chunks,
         plan.recompute == "auto",  # whole layers launch fewer kernels than chunks
     )
@@ -1196,7 +1206,9 @@ def shapes(c, model, hardware, exhaustive=False):
         overlap=c.overlaps,
         tp_mode=c.tp_mode,
     )
-    return choose(c, [start], SHAPE, exhaustive)
+    # the search compares shapes by lower bounds of their seconds, and casts that are kept are faster
+    found = choose(c, [start], SHAPE, exhaustive)
+    return [replace(plan, keeps_casts=c.products == "fp8") for plan in found]
 
 
 def choose(c, plans, degrees, exhaustive=False):
@@ -1250,7 +1262,7 @@ def best_case(c, shape, hardware, least_bytes):
     """Return a shape with the activation plan and the seconds that it would have if model states
     took no time, and only the memory of the smallest legal states. No plan of this shape is faster.
     least_bytes: a cache of that memory, which is filled here."""
-    shape = replace(shape, os_place="gpu")
+    shape = replace(shape, os_place="gpu", keeps_casts=c.products == "fp8")
     several = shape.micro_batches > 1
     key = shape.tp, shape.pp, shape.pp_chunks, several, shape.chunks > 1
     if key not in least_bytes:
@@ -1508,6 +1520,8 @@ def choices(plan: Plan) -> dict[str, str]:
     states = f"p={f.p} g={f.g} os={f.os} {plan.os_layout}"
     if plan.os_place == "host":
         states += ", optimizer states on the host"
+    if plan.keeps_casts:
+        states += ", float8 casts kept for a step"
     return {
         "tp": f"{plan.tp} {plan.tp_mode}" if plan.tp > 1 else "1",
         "pp": stages,
@@ -1674,8 +1688,23 @@ def describe_plans(plans: list[Plan], hardware: Hardware) -> str:
             rates_in_words(hardware),
             "",
             table(["memory of plan 1", f"{unit} per GPU"], memory),
+            *float8_gain_in_words(best, hardware),
         ]
     )
+
+
+def float8_gain_in_words(plan: Plan, hardware: Hardware) -> list[str]:
+    """Return a line that says how much --products fp8 gives, if a plan uses it."""
+    if plan.products != "fp8":
+        return []
+    if any(kind not in hardware.profile.products for kind in FLOAT8_PRODUCTS):
+        return [f"Profile {hardware.profile.name} has no rates of products in float8."]
+    seconds = step_seconds(hardware.est, replace(plan, products="dtype", keeps_casts=False))
+    gain = sum(seconds.values()) / plan.step_s - 1
+    text = f"With products in float8, a step is predicted to be {gain:.1%} faster"
+    if gain < LEAST_FLOAT8_GAIN:
+        text += ". That is little, since products are a small part of it: consider to drop the flag"
+    return [text + "."]
 
 
 def why(c, plan, name):

@@ -1070,7 +1070,7 @@ def build_model(run: Run, attention: Attention, groups: Groups) -> tuple[LLaMA |
     tensor_parallel = TensorParallel(plan.tp_mode, groups)
     all_or_none(split_model, model, tensor_parallel)
     if plan.products == "fp8":
-        use_float8(model, tensor_parallel.group)
+        use_float8(model, tensor_parallel.group, plan.keeps_casts)
     virtual_stages = keep_stage(model, groups.stage, plan.pp, plan.pp_chunks)
     order = pipeline_order(groups.stage, plan.pp, plan.pp_chunks, plan.micro_batches)
     runners = all_or_none(make_layer_runners, run, model, virtual_stages, order)
