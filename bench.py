@@ -1,8 +1,10 @@
 """How fast is a training step, beside its kernels alone, FSDP2 and transformers?
 
     python bench.py                              how fast this machine trains the largest model
-                                                 that it holds, in less than five minutes on a GPU
-                                                 and in about a minute on a CPU: table machine
+                                                 that it holds, with many short sequences per step
+                                                 and with one long sequence: table machine. It takes
+                                                 less than five minutes on a GPU, and about a minute
+                                                 on a CPU
     python bench.py --quick                      the same with a small model, in a minute
     python bench.py step                         the same beside FSDP2, in less than ten minutes
     torchrun --nproc_per_node 8 bench.py long    another table, on all GPUs together
@@ -99,6 +101,9 @@ from train import Config, Run, device_name
 
 HERE = Path(__file__).parent
 SHORT_SEQ = {"cuda": 4096, "cpu": 256}  # tokens of a short sequence, by device
+# Short sequences per rank in a step of table machine. A step of one sequence of 4K tokens would be
+# bound by the host, which launches its kernels, and by the update. Nobody trains like this
+SHORT_SEQS_PER_RANK = {"cuda": 16, "cpu": 4}
 
 # ---------------------------------------------------------------------------- steps of a Config
 
@@ -787,18 +792,30 @@ def step_rows(bench: Bench, flags: str) -> list[Row]:
     short, *longest = rows_of_largest_model(bench, flags, max_seconds=45)
     if bench.quick or not bench.gpu:
         return [short, *longest]
+    # FSDP2 is planned for unlimited memory, so that all sequences would run at once. It gets the
+    # micro-batches with which our layers run whole
+    whole = plan_runs(bench, config(f"{flags} {short.flags} --recompute none"))[0].plan
     peers = [
-        Row(f"fsdp2 {recomputed}", f"{short.flags} --strategy zero3")
+        Row(
+            f"fsdp2 {recomputed}",
+            f"{short.flags} --strategy zero3 --micro-batch {whole.micro_batch}",
+        )
         for recomputed in ("none", "full")
     ]
     return [short, *peers, *longest]
 
 
 def rows_of_largest_model(bench: Bench, flags: str, max_seconds: float) -> list[Row]:
-    """Return rows of the largest model that fits, on short sequences and on the longest sequence
-    whose step is predicted to take at most max_seconds. (For --quick and on a CPU, 4 seconds.) Its
-    length per rank is a power of two times a short one. The step is built and then runs two or
-    three times, so with 45 seconds its row takes about two minutes."""
+    """Return two rows of the largest model that the GPUs hold: many short sequences per step, and
+    the longest sequence whose step is predicted to take at most max_seconds. (For --quick and on a
+    CPU, 4 seconds.) The longest length per rank is a power of two times a short one.
+
+    GPUs hold a model if its states and the activations of a micro-batch of short sequences fit, so
+    that nothing is recomputed or swapped. The step is built and then runs two or three times, so
+    with 45 seconds the row of the longest sequence takes about two minutes.
+
+    Example: one H100 holds 1b. Its first row has 16 sequences of 4K tokens per step.
+    """
     quick = bench.quick or not bench.gpu
     max_params = math.inf
     if quick:
@@ -811,20 +828,24 @@ def rows_of_largest_model(bench: Bench, flags: str, max_seconds: float) -> list[
             return plan_runs(bench, config(f"{flags} {row_flags}"))[0].plan
 
     short_seq = SHORT_SEQ[bench.device.type]
+    batch = bench.world * SHORT_SEQS_PER_RANK[bench.device.type]
     too_large = []
     for name, model in sorted(MODELS.items(), key=lambda item: -param_count(item[1])):
         if param_count(model) >= max_params:
             continue
-        short = f"--model {name} --seq {short_seq} --batch {bench.world} --os-place gpu"
-        if best_plan(short):
+        short = f"--model {name} --seq {short_seq} --batch {batch} --os-place gpu"
+        if best_plan(f"{short} --recompute none"):
             break
         too_large.append(name)
     else:
         raise ConfigError(f"none of the models {', '.join(too_large)} fits this machine's memory")
     if too_large:
-        print0(f"{', '.join(too_large)} would not fit; {name} is the largest model that does")
+        print0(
+            f"{', '.join(too_large)} would not fit without recomputing or swapping activations; "
+            f"{name} is the largest model that does"
+        )
 
-    rows = [Row("ours", short)]
+    rows = [Row("ours, short sequences", short)]
     longest = None
     for i in range(1, 12):
         seq = 2**i * bench.world * short_seq
@@ -936,15 +957,16 @@ def make_tables(ranks: int, nodes: int, short_seq: int) -> dict[str, Table]:
     # fmt: off
     return {
         "machine": Table(
-            "how fast this machine trains the largest model that it holds, at "
-            f"{short_seq} tokens and at a longer sequence",
+            "how fast this machine trains the largest model that it holds, with many sequences of "
+            f"{short_seq:,} tokens per step, and with one long sequence per step",
             machine_rows,
             takes="quick",
             look=plan_of_step,
         ),
         "step": Table(
-            f"the largest model that this machine holds, at {short_seq} tokens and at the longest "
-            "length whose rows take at most two minutes",
+            "the largest model that this machine holds, with many sequences of "
+            f"{short_seq:,} tokens per step, also under FSDP2, and with one sequence of the longest "
+            "length whose row takes at most two minutes",
             step_rows,
             takes="quick",
         ),
@@ -1375,7 +1397,9 @@ when nothing else runs. The rest is what norms, updates, communication and recom
 
 def in_sentences(row: dict) -> str:
     """Return what a row of table machine says, with its plan and the command that trains by it."""
-    head = f"{row['model']}, {row['seq']:,} tokens per sequence"
+    batch = config(row["flags"]).batch
+    sequences = "one sequence" if batch == 1 else f"{batch} sequences"
+    head = f"{row['model']}, {sequences} of {row['seq']:,} tokens per step"
     if row["oom"]:
         return f"\n{head}: {took_text(row)}. {row.get('error', '')}"
 

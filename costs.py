@@ -6,7 +6,7 @@ two choices of what to count were checked on measured steps; comments say so whe
 Bytes. Model states, their buffers and the skeletal activations (Memo's name for the tensors that
 forward saves for backward) stay allocated between operations. They are counted term by term, as
 shard.py and offload.py allocate them. The term `working` is all the rest, at the moment of a step
-when it is largest: `working_moments` lists the tensors alive at three moments.
+when it is largest: `working_moments` lists the tensors alive at a few moments.
 
 Legend:
 
@@ -543,7 +543,19 @@ def skeletal_bytes(plan: Plan) -> LayerBytes:
         # 1 / rms is also saved for its own tokens only. We count it for all tokens: 8 bytes each
         on_other_ranks = x - x / plan.tp  # bytes of x, and as many of h
         return x - on_other_ranks, attn, others - on_other_ranks
+    if plan.splits_tokens and has_whole_matrices(llama.block_class(cfg), cfg):
+        # msp saves x and h of all tokens, for the matrices that are split. The other matrices, such
+        # as adapters or a router, save x and h of the rank's own tokens
+        others += 2 * x / plan.tp
     return x, attn, others
+
+
+@functools.cache
+def has_whole_matrices(block_class: type, cfg: ModelConfig) -> bool:
+    """Return whether a block has matrices of C columns that --tp does not split."""
+    with torch.device("meta"):
+        matrices = matrices_of(block_class(cfg))
+    return any(matrix.cut == "whole" and matrix.shape[1] == cfg.dim for matrix in matrices)
 
 
 def swapped_inputs_and_outputs(plan):
@@ -662,7 +674,7 @@ def working_bytes(plan):
 
 
 def working_moments(plan) -> dict[str, list[TensorSize]]:
-    """Return the three moments of a step that may need most memory, and the tensors alive at each.
+    """Return the moments of a step that may need most memory, and the tensors alive at each.
 
     Model states, their buffers and skeletal activations are not among these tensors. Example, the
     loss of 1b (V = 32000) with 4096 tokens in bf16:
@@ -677,11 +689,17 @@ def working_moments(plan) -> dict[str, list[TensorSize]]:
     angles = TensorSize("cos and sin", plan.tokens, cfg.head_dim, plan.accum_dtype, passes)
     backward = [angles, *layer_backward_tensors(plan)]
     received = receive_buffers(plan)
-    return {
+    moments = {
         "attention's backward": backward + attention_backward_tensors(plan),
-        "backward of a chunk's products": backward + received + product_backward_tensors(plan),
         "head and loss": [angles, *received, *loss_tensors(plan)],
     }
+    if plan.recompute == "none":
+        for name, tensors in whole_layer_moments(plan).items():
+            moments[name] = [angles, *received, *tensors]
+    else:
+        products = product_backward_tensors(plan)
+        moments["backward of a chunk's products"] = backward + received + products
+    return moments
 
 
 def recomputes_chunks(plan) -> bool:
@@ -694,10 +712,11 @@ def recomputes_chunks(plan) -> bool:
 def layer_backward_tensors(plan) -> list[TensorSize]:
     """Return what is alive throughout a layer's backward, besides its skeletal activations."""
     cfg, n, dtype = plan.local_model, plan.tokens, plan.dtype
+    own = plan.tokens_between_products
     q, kv = plan.q_kv_widths
     tensors = [
-        TensorSize("dy, of the layer's output", n, cfg.dim, dtype),
-        TensorSize("dx, as far as it comes from block.post", n, cfg.dim, dtype),
+        TensorSize("dy, of the layer's output", own, cfg.dim, dtype),
+        TensorSize("dx, as far as it comes from block.post", own, cfg.dim, dtype),
         TensorSize("do, of attention's output", n, q, dtype),
     ]
     if recomputes_chunks(plan):
@@ -774,21 +793,14 @@ def product_backward_tensors(plan) -> list[TensorSize]:
     q, kv = plan.q_kv_widths
     groups = plan.head_groups
     rows = n / plan.chunks
-    tensors = []
-    if plan.products == "fp8":  # fp8.Float8Products.backward
-        largest = max(map(math.prod, plan.float8_matrices), default=0)
-        tensors += [
-            TensorSize("dy^T and a^T in float8", rows, cfg.dim + cfg.ffn, E4M3),
-            TensorSize("dW of one product", 1, largest, dtype),
-        ]
+    tensors = float8_backward_tensors(plan, rows, cfg.dim + cfg.ffn)
     tensors += [
         TensorSize("a = SwiGLU(gate|up), and da", rows, cfg.ffn, dtype, 2),
         TensorSize("gradient of gate|up", rows, 2 * cfg.ffn, dtype),
     ]
-    width = trace_block(cfg, n, dtype).most_saved_again / n / dtype.itemsize
-    if (
-        width
-    ):  # adapters of gate|up, for example. The second gradient meets a and da; the sum only a
+    width = most_saved_again_width(plan)
+    if width:
+        # adapters of gate|up, for example. The second gradient meets a and da; the sum only a
         more = max(width, 2 * width - cfg.ffn)
         tensors.append(
             TensorSize("a second gradient of one tensor, and their sum", rows, more, dtype)
@@ -803,12 +815,75 @@ def product_backward_tensors(plan) -> list[TensorSize]:
         tensors.append(TensorSize("k and v, sent and received", n, kv / groups, dtype, 2))
     if plan.tp > 1:
         tensors += [
-            TensorSize(
-                "dy, dx and x of all tokens of the tensor-parallel group", n, cfg.dim, dtype, 3
-            ),
-            TensorSize("summands of tensor-parallel ranks, and their sum", rows, cfg.dim, dtype, 2),
+            TensorSize("dy, all-reduced", rows, cfg.dim, dtype),
+            TensorSize("n = norm(h), dn and dh", rows, cfg.dim, dtype, 3),
         ]
     return tensors
+
+
+def whole_layer_moments(plan) -> dict[str, list[TensorSize]]:
+    """Return the moments of backward's products that may need most, if layers run whole.
+
+    Autograd frees what a product has saved when its backward is done. So at the moment of `gate_up`
+    the gradient of gate|up takes the place of gate|up itself. n = norm(h), and dn is its gradient.
+    Tensor-parallel ranks exchange tensors of C columns, of all tokens of their group; with many
+    ranks these weigh more than those of F / tp columns.
+    """
+    cfg, tokens, dtype = plan.local_model, plan.tokens, plan.dtype
+    own = plan.tokens_between_products
+    # several sequences that are cut by tokens are copied to bring their tokens in order
+    copies = int(plan.splits_tokens and plan.micro_batch > 1)
+    dy = [TensorSize("dy of the layer's output", own, cfg.dim, dtype)]
+    da = TensorSize("da, of a = SwiGLU(gate|up)", tokens, cfg.ffn, dtype)
+    dgate_up = TensorSize("gradient of gate|up", tokens, 2 * cfg.ffn, dtype)
+    norms = [TensorSize("n, dn and dh", tokens, cfg.dim, dtype, 3)]
+    if plan.tp_mode == "fsp" and plan.tp > 1:
+        norms = [
+            TensorSize("dn, and n gathered", tokens, cfg.dim, dtype, 2 + copies),
+            TensorSize("n, dn and dh of the rank's own tokens", own, cfg.dim, dtype, 3),
+        ]
+
+    moments = {}
+    exchanged = []
+    if plan.tp > 1:
+        exchanged = [TensorSize("dy, gathered or all-reduced", tokens, cfg.dim, dtype)]
+        moments["exchange of dy"] = dy + (1 + copies) * exchanged + [dgate_up]
+    down = [*dy, *exchanged, da, dgate_up]
+    moments["product of down"] = [
+        *down,
+        da._replace(name="a"),
+        *float8_backward_tensors(plan, tokens, cfg.dim + cfg.ffn),
+    ]
+    moments["product of gate_up"] = [
+        *dy,
+        *norms,
+        *float8_backward_tensors(plan, tokens, cfg.dim + 2 * cfg.ffn),
+    ]
+    width = most_saved_again_width(plan)
+    if width:  # adapters of gate|up, for example: a second gradient, and then the sum of the two
+        second = TensorSize("a second gradient of one tensor", tokens, width, dtype)
+        moments["second product of down"] = [*down, second]
+        moments["sum of two gradients"] = [*dy, dgate_up, second, second._replace(name="their sum")]
+    return moments
+
+
+def float8_backward_tensors(plan, rows, columns) -> list[TensorSize]:
+    """Return what the backward of a product in float8 allocates besides its operands
+    (fp8.Float8Products.backward). columns: of the product's dy and a, together."""
+    if plan.products != "fp8":
+        return []
+    largest = max(map(math.prod, plan.float8_matrices), default=0)
+    return [
+        TensorSize("dy^T and a^T in float8", rows, columns, E4M3),
+        TensorSize("dW of one product", 1, largest, plan.dtype),
+    ]
+
+
+def most_saved_again_width(plan) -> float:
+    """Return the elements per token of the largest tensor of block.post that two operators save, or
+    0 (offload.BlockTrace)."""
+    trace = trace_block(plan.local_model, plan.tokens, plan.dtype)
+    return trace.most_saved_again / plan.tokens / plan.dtype.itemsize
 
 
 def loss_tensors(plan) -> list[TensorSize]:
@@ -1089,6 +1164,12 @@ PRE = [
     elementwise("norm", "x", "n1"),
     elementwise("cut into heads and rotate", "qkv", "q kv"),
 ]
+QKV_BIAS = [elementwise("add the biases of q, k and v", "qkv", "qkv")]
+QK_NORM = [
+    elementwise("copy q and k, so that each is contiguous", "qk", "qk"),
+    elementwise("norms of q and k", "qk", "qk"),
+    elementwise("join q, k and v", "qkv", "qkv"),
+]
 PRE_CHUNKS = [elementwise("copy a chunk's heads to those of all tokens", "q kv", "q kv")]
 
 POST = [
@@ -1102,6 +1183,11 @@ BACKWARD_DOWN = [elementwise("recompute SwiGLU, and its gradient", "da gate_up",
 BACKWARD = [
     elementwise("recompute the norm, its gradient, and the sum with dy", "dn2 h dy", "n2 dh"),
     elementwise("rotate back", "dq dkv", "dqkv"),
+]
+QKV_BIAS_BACKWARD = [elementwise("gradient of the biases, a sum over tokens", "dqkv", "")]
+QK_NORM_BACKWARD = [
+    elementwise("recompute the norms of q and k, and their gradients", "dqk qk", "qk dqk"),
+    elementwise("join the gradients of q, k and v", "dqkv", "dqkv"),
 ]
 BACKWARD_WHOLE = [
     elementwise("recompute the norm, its gradient, and the sum with dh", "dn1 x dh", "n1 dx")
@@ -1127,6 +1213,7 @@ def layer_tensors(plan: Plan) -> dict[str, float]:
         ("q o do dq", n, q),
         ("kv dkv", n, kv),  # k and v
         ("qkv dqkv", n, q + kv),
+        ("qk dqk", n, q + kv / 2),  # q and k
         ("a da", n, cfg.ffn),
         ("gate_up dgate_up", n, 2 * cfg.ffn),
     )
@@ -1157,6 +1244,12 @@ def kernel_seconds(est: Estimator, plan: Plan) -> KernelSeconds:
         pre = PRE
         post = POST
         backward_rest = BACKWARD + BACKWARD_WHOLE
+    if plan.model.qkv_bias:
+        pre = pre + QKV_BIAS
+        backward_rest = backward_rest + QKV_BIAS_BACKWARD
+    if plan.model.qk_norm:
+        pre = pre + QK_NORM
+        backward_rest = backward_rest + QK_NORM_BACKWARD
 
     nbytes = layer_tensors(plan)
     return KernelSeconds(

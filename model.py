@@ -579,6 +579,8 @@ MODELS = {  #                   V       C     L   H   K   F
     "30b": ModelConfig(32000, 6656, 60, 52, 52, 17920),
     "65b": ModelConfig(32000, 8192, 80, 64, 64, 22016),
     "llama3-8b": ModelConfig(128256, 4096, 32, 32, 8, 14336, rope_theta=5e5, max_positions=8192),
+    "qwen3-8b": ModelConfig(151936, 4096, 36, 32, 8, 12288, rope_theta=1e6, max_positions=40960,
+                            norm_eps=1e-6, qk_norm=True),
 }
 # fmt: on
 

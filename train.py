@@ -285,9 +285,10 @@ class Config(Constraints):
         "this command gives.")
     export: str = flag(
         "", "Folder for a Hugging Face checkpoint of the final weights in --dtype, with tokenizer "
-        "and license. Its architecture is the imported model's, or Llama without an import. With "
-        "--save-every, each save also replaces this folder by an export of the step's weights. A "
-        "run that is stopped saves, but does not export.")
+        "and license. Its architecture is the imported model's. Without an import it is Qwen3 for "
+        "qwen3-8b, and Llama for the other models. With --save-every, each save also replaces this "
+        "folder by an export of the step's weights. A run that is stopped saves, but does not "
+        "export.")
     # fmt: on
 
     def __post_init__(self):

@@ -5,7 +5,9 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
@@ -13,7 +15,10 @@ from pytest import approx, raises
 
 import bench
 import hf
-from test_all import ROOT, on_ranks, slow
+import planner
+from model import MODELS
+from ranks import ConfigError
+from test_all import ROOT, on_ranks, parametrize, slow
 
 
 @slow
@@ -30,14 +35,15 @@ def test_bench_keeps_its_rows_when_it_is_stopped(tmp_path):
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     for line in process.stdout:
-        if line.startswith("ours:"):
+        if line.startswith("ours, short sequences:"):
             break
     process.send_signal(signal.SIGINT)
     text = process.communicate(timeout=60)[0]
     assert process.returncode == 130 and "stopped; the rows so far are in" in text
     rows = [json.loads(line) for line in next(tmp_path.glob("*/machine.jsonl")).open()]
-    assert [r["label"] for r in rows] == ["ours"]
-    assert f"tiny, 256 tokens per sequence: {rows[0]['tgs']:,.0f} tokens per rank" in text
+    assert [r["label"] for r in rows] == ["ours, short sequences"]
+    head = f"tiny, 4 sequences of 256 tokens per step: {rows[0]['tgs']:,.0f} tokens per rank"
+    assert head in text
 
 
 @slow
@@ -56,9 +62,10 @@ def test_bench_writes_its_rows(tmp_path, monkeypatch, capsys):
     earlier, *ours = map(json.loads, file.read_text().splitlines())
     assert earlier == {"label": "an earlier row"}
     assert all({"flags", "hardware", "versions", "commit", "command"} <= set(r) for r in ours)
-    assert [r["label"] for r in ours] == ["ours", "ours, longest in the time"]
+    assert [r["label"] for r in ours] == ["ours, short sequences", "ours, longest in the time"]
+    assert [r["batch"] for r in ours] == [4, 1]
     for r in ours:
-        assert r["tgs"] == approx(r["seq"] / r["step_s"]) and r["model"] == "tiny"
+        assert r["tgs"] == approx(r["batch"] * r["seq"] / r["step_s"]) and r["model"] == "tiny"
         assert r["mfu_causal"] is None
         assert r["bound_ratio"] > 0 and f"--seq {r['seq']} " in r["flags"]
         # the command trains by the plan that was measured
@@ -71,8 +78,8 @@ def test_bench_writes_its_rows(tmp_path, monkeypatch, capsys):
     text = capsys.readouterr().out
     start, _, end = text.partition("ours, longest in the time: ")
     assert "This takes about a minute.\nAttention runs with kernel cpu.\n" in start
-    for row in ours:
-        head = f"tiny, {row['seq']:,} tokens per sequence: {row['tgs']:,.0f} tokens per rank per s"
+    for row, sequences in zip(ours, ("4 sequences", "one sequence")):
+        head = f"tiny, {sequences} of {row['seq']:,} tokens per step: {row['tgs']:,.0f} tokens per"
         assert head in end and f"percent of kernel bound: {row['bound_ratio']:.1%}\n" in end
     assert "MFU: - causal, - full" in end and "plan: a step is 1 data-parallel rank x" in end
 
@@ -100,25 +107,54 @@ def test_bench_says_what_a_faster_kernel_needs(monkeypatch):
     assert bench.kernel_note(table) == "Attention runs with kernel fa4."
 
 
-def test_bench_tables_measure_what_they_say(group, monkeypatch):
-    """The default table has our rows only, with steps of at most 30 seconds; table step also has
-    FSDP2's.
+@parametrize(
+    "cluster, model, micro_batch, seconds",
+    [("h100x1", "1b", 8, 2), ("h200x8", "7b", 1, 6), ("h100x1 --quick", "1b", 8, 2)],
+)
+def test_bench_tables_measure_what_they_say(cluster, model, micro_batch, seconds, monkeypatch):
+    """On GPUs a short row is a step of 16 sequences of 4K tokens, with the largest model that a GPU
+    holds without recomputation, and the other row is one long sequence. FSDP2 in table step has the
+    same sequences.
 
-    Catches a first command that takes a quarter of an hour.
+    Catches a first number that shows how fast the host launches kernels, one of a model that barely
+    fits, and a first command that takes a quarter of an hour.
     """
-    limits = []
+    cluster, _, quick = cluster.partition(" ")
 
-    def rows_of_largest_model(_, __, max_seconds):
-        limits.append(max_seconds)
-        return [bench.Row("ours", "--model 7b"), bench.Row("ours, longest in the time")]
+    def plan_runs(_, cfg):
+        asked = planner.PlannerFlags(cluster=cluster, ranks=1)
+        try:
+            constraints = replace(cfg, dtype="bf16", document_token=-1)
+            plans = planner.plan(constraints, MODELS[cfg.model], asked.hardware())
+        except ValueError as e:
+            raise ConfigError(e) from e
+        return [SimpleNamespace(plan=plan) for plan in plans]
 
-    monkeypatch.setattr(bench, "rows_of_largest_model", rows_of_largest_model)
-    table = bench.Bench(torch.device("cuda"), 0, 1, False, Path(), {})
-    labels = [
-        [row.label for row in rows(table, "")] for rows in (bench.machine_rows, bench.step_rows)
-    ]
-    assert labels[0] == ["ours", "ours, longest in the time"] and limits == [30, 45]
-    assert labels[1] == ["ours", "fsdp2 none", "fsdp2 full", "ours, longest in the time"]
+    monkeypatch.setattr(bench, "plan_runs", plan_runs)
+    table = bench.Bench(torch.device("cuda"), 0, 1, bool(quick), Path(), {})
+    short, longest = bench.machine_rows(table, "")
+    assert [short.label, longest.label] == ["ours, short sequences", "ours, longest in the time"]
+    flags = bench.config(short.flags)
+    assert (flags.model, flags.seq, flags.batch) == (model, 4096, 16)
+    plan = plan_runs(table, flags)[0].plan
+    assert plan.step_s < seconds and plan.activations is None and plan.micro_batch == micro_batch
+
+    # the longest sequence takes the most of the five minutes
+    flags = bench.config(longest.flags)
+    most_seconds = 4 if quick else 30
+    assert (flags.model, flags.batch) == (model, 1)
+    assert plan_runs(table, flags)[0].plan.step_s < most_seconds
+    flags = bench.config(longest.flags.replace(f"{flags.seq}", f"{2 * flags.seq}"))
+    assert plan_runs(table, flags)[0].plan.step_s > most_seconds
+
+    first, *peers, _ = bench.step_rows(table, "")
+    assert first == short and [row.label for row in peers] == ([] if quick else FSDP2_LABELS)
+    for row in peers:
+        flags = bench.config(row.flags)
+        assert (flags.seq, flags.batch, flags.micro_batch) == (4096, 16, micro_batch)
+
+
+FSDP2_LABELS = ["fsdp2 none", "fsdp2 full"]
 
 
 def fsdp2_worker() -> None:

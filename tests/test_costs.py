@@ -392,6 +392,17 @@ def test_columns_exchange_in_the_open(mode, gathers, scatters, reductions, kept)
     )
 
 
+@parametrize("flag, elements", [("qkv_bias", 9), ("qk_norm", 28)])
+def test_biases_and_norms_of_heads_take_time(flag, elements):
+    """Biases of q, k and v move 9 C elements per token and layer, and norms of q and k 28 C. Catches
+    a step of Qwen2 or Qwen3 that is counted as fast as one of LLaMA."""
+    slow_memory = round_machine(memory=1e9)
+    more = seconds(slow_memory, model=replace(STEP.model, **{flag: True}))
+    assert STEP.layers_in_flight * STEP.tokens * elements * 4096 * 2 / 1e9 == approx(
+        more - seconds(slow_memory), rel=1e-6
+    )
+
+
 def test_a_kernel_changes_the_seconds_of_attention_alone():
     """A step with cuDNN's attention differs from one with FlashAttention-4's in the seconds of
     attention, by the ratio of their rates, and in no byte. Catches a prediction that takes the

@@ -183,6 +183,24 @@ def test_hf_published_configs(name, tmp_path):
     assert hf_error(model, theirs, min(150, window or 150)) < 5e-6
 
 
+@parametrize(
+    "name, published",
+    [
+        ("7b", "meta-llama/Llama-2-7b-hf"),
+        ("llama3-8b", "meta-llama/Meta-Llama-3-8B"),
+        ("qwen3-8b", "Qwen/Qwen3-8B"),
+    ],
+)
+def test_hf_rows_of_models_are_the_published_ones(name, published):
+    """A row of MODELS is the model that an import of the published one gives. Without an import it
+    is exported in the published architecture. Catches a wrong size, norm or rotary base."""
+    source, _ = published_configs.PUBLISHED[published]
+    assert hf.model_of(source) == m.MODELS[name]
+    exported = hf.export_config(m.MODELS[name], {}, torch.bfloat16)
+    assert exported.model_type == source["model_type"]
+    assert hf.model_of(exported.to_dict()) == m.MODELS[name]
+
+
 LENGTH = "original_max_position_embeddings"
 LLAMA3_NO_LENGTH = {key: value for key, value in LLAMA3.items() if key != LENGTH}
 

@@ -358,6 +358,8 @@ def as_on_a_gpu(one_kernel: Callable):
         ]
         for owner, name in fused:
             patch.setattr(owner, name, one_kernel()(getattr(owner, name)))
+        # a norm's Prologue holds the function for backward as it was when the Prologue was made
+        patch.setattr(m, "norm_prologue", ops.norm_prologue.__wrapped__)
         patch.setattr(streams.CommStream, "after_compute", after_compute)
         patch.setattr(attention.Exchange, "map_memory", map_memory)
         yield
@@ -460,23 +462,39 @@ def test_counted_memory_is_what_a_step_needs(name, ranks, seq, factors, kept, ch
 
 @slow
 @parametrize(
-    "frozen, name, ranks, seq, factors, kept",
+    "frozen, name, ranks, seq, factors, kept, choices",
     [
-        ("base", "llama3-8b", 4, 2**17, (4, 4, 4), (4, 2, 2, 3)),  # adapters, in token chunks
-        ("base", "7b", 1, 2**14, (1, 1, 1), ()),
-        ("some", "7b", 1, 2**14, (1, 1, 1), ()),  # the first two of four layers have no backward
+        ("base", "llama3-8b", 4, 2**17, (4, 4, 4), (4, 2, 2, 3), {}),  # adapters, in token chunks
+        ("base", "7b", 1, 2**14, (1, 1, 1), (), {}),
+        ("some", "7b", 1, 2**14, (1, 1, 1), (), {}),  # two of four layers have no backward
+        *(
+            ("base", "7b", 4, 2**14, (1, 1, 1), (), {"sp": 1, "tp": 4, "tp_mode": mode})
+            for mode in ("mtp", "msp", "fsp")
+        ),
+        (
+            "base",
+            "llama3-8b",
+            4,
+            2**13,
+            (1, 1, 1),
+            (),
+            {"sp": 1, "tp": 2, "tp_mode": "fsp", "micro_batch": 2, "batch": 4},
+        ),
     ],
 )
-def test_counted_memory_of_frozen_weights(frozen, name, ranks, seq, factors, kept):
-    """The planner counts what a step with frozen weights needs, and at most a tenth more.
+def test_counted_memory_of_frozen_weights(frozen, name, ranks, seq, factors, kept, choices):
+    """The planner counts what a step with frozen weights needs, and at most a twentieth more, or a
+    tenth in token chunks.
 
     Catches bytes of gradients or states that a frozen matrix does not have, and the second gradient
-    of what a matrix and its adapter both read, without which a plan would not fit.
+    of what a matrix and its adapter both read, without which a plan would not fit. With --tp it
+    catches gradients of all tokens of the group that are counted at a moment when they are freed,
+    and own tokens that adapters save beside those of the group.
     """
     model = replace(m.MODELS[name], layers=4, architecture=f"llama {frozen}")
-    plan = swapping_plan(model, ranks, seq, factors, kept, chunk=2**14)
+    plan = swapping_plan(model, ranks, seq, factors, kept, **{"chunk": 2**14, **choices})
     requests, lasting, counted = simulate_step(plan)
-    assert 0.999 <= counted / (lasting + peak_alive(requests)) <= 1.1
+    assert 0.999 <= counted / (lasting + peak_alive(requests)) <= (1.1 if kept else 1.05)
 
 
 @slow

@@ -26,10 +26,10 @@ from test_all import SMALL, example, needs_gpu, parametrize, relative, seeded_mo
         (m.MODELS["30b"], 32_528_943_616),
         (m.MODELS["65b"], 65_285_660_672),
         (m.MODELS["llama3-8b"], 8_030_261_248),
-        # Mistral-Nemo, Qwen2.5-7B, Qwen3-8B
+        (m.MODELS["qwen3-8b"], 8_190_735_360),
+        # Mistral-Nemo, Qwen2.5-7B
         (m.ModelConfig(131072, 5120, 40, 32, 8, 14336), 12_247_782_400),
         (m.ModelConfig(152064, 3584, 28, 28, 4, 18944, qkv_bias=True), 7_615_616_512),
-        (m.ModelConfig(151936, 4096, 36, 32, 8, 12288, qk_norm=True), 8_190_735_360),
     ],
 )
 def test_counts(cfg, count):

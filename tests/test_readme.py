@@ -18,6 +18,7 @@ import hardware
 import planner
 import train
 from attention import KERNELS
+from model import MODELS
 from test_all import ROOT, parametrize, slow
 
 PAGES = [
@@ -76,6 +77,17 @@ def test_readme_names_every_file():
         assert f"]({file.relative_to(ROOT)}" in readme, file
     all_pages = "".join(page.read_text() for page in PAGES)
     assert all(picture.name in all_pages for picture in ROOT.glob("results/*.svg"))
+
+
+def test_planning_names_every_model():
+    """docs/planning.md lists all models that --model takes, in the order of model.MODELS.
+
+    Catches a model that no page names.
+    """
+    text = (ROOT / "docs/planning.md").read_text()
+    table, _, _ = text.partition("| models | are |\n| --- | --- |\n")[2].partition("\n\n")
+    listed = [name for row in table.splitlines() for name in row.split("|")[1].strip().split(", ")]
+    assert listed == [*MODELS]
 
 
 def test_pages_name_definitions_that_exist():
