@@ -1,4 +1,4 @@
-"""Matrix products in float8 (`--products fp8`): all three products of each projection in the layers.
+"""Matrix products in float8 (`--products fp8`): the three products of each projection of a layer.
 
 A Hopper GPU multiplies float8 numbers twice as fast as bf16 numbers. float8_e4m3 has four
 significant bits, and its largest number is 448. So a tensor is divided by a scale before it is
@@ -17,8 +17,7 @@ over K, and element (m, n) is multiplied by the scales of row m of A and row n o
     da = dy W   dy (N, rows)     W^T (cols, rows)   in float32        (N, cols)
     dW = dy^T a dy^T (rows, N)   a^T (cols, N)      in float32        (rows, cols)
 
-"fast" means that tensor cores add up to 4 products of tiles with fewer bits than float32 has. Example:
-y[5, 7] is the sum over k of a8[5, k] W8[7, k], times scale_a[5] * scale_W[7].
+"fast" means that tensor cores add up with fewer bits than float32 has. Example: y[5, 7] is the sum over k of a8[5, k] W8[7, k], times scale_a[5] * scale_W[7].
 
 What a result depends on. A row of a, and a row of dy, is one token. So y and da of a token do not
 depend on the other tokens: chunks, swapping and recomputation change nothing. A row of dy^T is one
@@ -75,7 +74,7 @@ class Cast(NamedTuple):
 
 @functools.cache
 def has_float8(device: torch.device) -> bool:
-    """Return whether the device multiplies float8 matrices with a scale per row: Hopper or later."""
+    """Return whether the device multiplies float8 matrices with a scale per row (Hopper, later)."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
@@ -92,7 +91,9 @@ def cast_by_amax(x: Tensor, amax: Tensor) -> Cast:
     """
     wide = accumulation_dtype(x.dtype)
     amax = amax.to(wide).clamp(min=SMALLEST_AMAX)
-    return Cast((x.to(wide) * (LARGEST / amax)).to(E4M3), amax / LARGEST)
+    # a tensor, because PyTorch divides by a number less exactly on a GPU than on a CPU
+    largest = torch.full_like(amax, LARGEST)
+    return Cast((x.to(wide) * (largest / amax)).to(E4M3), amax / largest)
 
 
 @compiled

@@ -16,7 +16,7 @@ from torch import Tensor
 
 E4M3 = torch.float8_e4m3fn
 TILE = 128  # rows and columns of a tile of cast_kernel
-AMAX_TILES = (64, 256, 4)  # rows, columns and number of the tiles of largest_values_kernel
+AMAX_TILES = (128, 128, 1)  # rows, columns and number of the tiles of largest_values_kernel
 LARGEST = tl.constexpr(448.0)  # as in fp8.py
 SMALLEST_AMAX = tl.constexpr(1e-12)
 
@@ -146,6 +146,5 @@ def cast(x: Tensor, row_amax: Tensor | None, col_amax: Tensor | None, multiple: 
         of_rows,
         of_cols,
         TILE,
-        num_warps=8,
     )
     return rows if of_rows else None, cols if of_cols else None

@@ -1212,7 +1212,7 @@ def shapes(c, model, hardware, exhaustive=False):
         overlap=c.overlaps,
         tp_mode=c.tp_mode,
     )
-    # the search compares shapes by lower bounds of their seconds, and casts that are kept are faster
+    # the search compares shapes by lower bounds of their seconds. Kept casts are faster
     found = choose(c, [start], SHAPE, exhaustive)
     return [replace(plan, keeps_casts=c.products == "fp8") for plan in found]
 
