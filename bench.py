@@ -748,7 +748,7 @@ def chosen(run: Run) -> dict:
     activations = plan.activations
     names = (
         "sp ring chunk tp tp_mode pp pp_chunks batch micro_batch micro_batches os_layout "
-        "os_place recompute head_groups"
+        "os_place recompute head_groups optimizer products keeps_casts"
     ).split()
     return {
         **asdict(plan.factors),

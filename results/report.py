@@ -547,6 +547,9 @@ def plan_of(row: dict) -> Plan:
         "chunk",
         "os_layout",
         "os_place",
+        "optimizer",
+        "products",
+        "keeps_casts",
     )
     model = MODELS[row["model"]]
     nodes = int(re.search(r"(?<=nodes=)\d|$", row["label"])[0] or 1)

@@ -337,7 +337,7 @@ def test_float8_bytes_are_counted():
     Catches a run that is planned to fit and does not. A GPU needs them beside all other tensors.
     """
     plans = [replace(STEP, products=products) for products in ("dtype", "fp8")]
-    moment = "backward of a chunk's products"
+    moment = "product of down"
     in_dtype, in_fp8 = (costs.total_bytes(costs.working_moments(plan)[moment]) for plan in plans)
     n, c, f = STEP.tokens, STEP.model.dim, STEP.model.ffn
     assert in_fp8 - in_dtype >= n * (c + f)  # of dy^T and a^T of `down`
