@@ -138,6 +138,16 @@ def test_data_without_the_package(tmp_path, monkeypatch, capsys):
     assert found == data.stdlib_files() and "transformers is not installed" in difference
 
 
+def test_data_of_the_library_have_each_file_once(tmp_path, monkeypatch):
+    """A file of the library that two names lead to is read once. Catches a run that is refused
+    because one of them could be held out for validation, as with Debian's Python."""
+    (tmp_path / "a.py").write_text("x = 1")
+    (tmp_path / "b.py").symlink_to("a.py")
+    (tmp_path / "c.py").write_text("x = 1")
+    monkeypatch.setattr(data.sysconfig, "get_path", lambda _: str(tmp_path))
+    assert [f.name for f in data.stdlib_files()] == ["a.py", "c.py"]
+
+
 def test_data_windows_cover_everything_once(tmp_path):
     """In each epoch samples cover all data once, in a new order that needs no history.
 
