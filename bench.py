@@ -73,6 +73,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import costs
+import fp8
 import planner
 import train
 from attention import KERNELS, Attention, pick_kernel, why_not
@@ -552,16 +553,38 @@ def device_seconds(bench: Bench, work: Callable) -> float:
 def kernels_alone(run: Run) -> tuple[Callable, Callable]:
     """Return two functions that run the attention and matrix kernels of one layer, and of the head,
     for a rank's micro-batch, forward and backward. At most 16K tokens are multiplied at once. On a
-    ring, attention is timed as if the ranks split its heads."""
+    ring, attention is timed as if the ranks split its heads. Products in float8 do not include the
+    casts of their operands."""
     plan = run.plan
     cfg = plan.local_model
     random = functools.partial(torch.randn, device=run.device, dtype=plan.dtype)
     parts = costs.ceil_div(plan.tokens, 2**14)
     tokens = plan.tokens // parts
-    *layer, head = (
-        (random(tokens, cols), random(tokens, rows), random(rows, cols))
-        for rows, cols in (*plan.matrices, plan.vocab_matrix)
-    )
+
+    def operands(rows, cols):
+        return random(tokens, cols), random(tokens, rows), random(rows, cols)
+
+    def products_of(x, dy, w):
+        x @ w.t()
+        dy @ w
+        dy.t() @ x
+
+    def float8_products_of(x, dy, w):
+        (x, x_t), (dy, dy_t), (w, w_t) = x, dy, w
+        fp8.product(x, w, plan.dtype, fast=True)
+        fp8.product(dy, w_t, plan.dtype)
+        fp8.product(dy_t, x_t, plan.dtype)
+
+    layer = []  # (function, its operands) of each matrix
+    for matrix, in_float8 in zip(plan.matrices, plan.in_float8):
+        if in_float8:
+            casts = [
+                fp8.cast_both(t, *fp8.largest_values(t, True, True)) for t in operands(*matrix)
+            ]
+            layer.append((float8_products_of, casts))
+        else:
+            layer.append((products_of, operands(*matrix)))
+    head = [(products_of, operands(*plan.vocab_matrix))]
     heads, kv_heads = (max(1, n // plan.sp) for n in (cfg.heads, cfg.kv_heads))
     q, k, v, do = (
         random(plan.micro_batch, plan.seq, n, cfg.head_dim)
@@ -569,15 +592,13 @@ def kernels_alone(run: Run) -> tuple[Callable, Callable]:
     )
     op = Attention(run.kernel)
 
-    def products(*operands):
+    def products(matrices):
         for _ in range(parts):
-            for x, dy, w in operands:
-                x @ w.t()
-                dy @ w
-                dy.t() @ x
+            for function, its_operands in matrices:
+                function(*its_operands)
 
     def run_layer():
-        products(*layer)
+        products(layer)
         o, lse = op.forward(q, k, v)
         op.backward(lambda: (do, []), q, k, v, o, lse)
 
@@ -596,6 +617,7 @@ def kernel_seconds(bench: Bench, run: Run) -> float:
         plan.seq,
         plan.sp,
         plan.local_model.heads,
+        plan.products,
     )
     if shapes not in bench.kernels:
         bench.kernels[shapes] = [

@@ -86,7 +86,7 @@ import torch
 
 import model as llama
 from attention import KERNELS
-from fp8 import E4M3, fits_tensor_cores
+from fp8 import E4M3, can_use_float8
 from hardware import Profile, interpolate, interpolate_twice, nearest_host
 from model import ModelConfig, flops_per_token
 from offload import ActivationPlan, matrices_of, trace_block
@@ -218,12 +218,17 @@ class Plan:
         # a fork's layers may differ, and a stage may have the largest ones
         return self.stage_layers * max(per_layer)
 
+    @functools.cached_property
+    def in_float8(self) -> tuple[bool, ...]:
+        """Return for each of `matrices` whether its products run in float8."""
+        if self.products != "fp8":
+            return (False,) * len(self.matrices)
+        return float8_by_matrix(llama.block_class(self.model), self.model)
+
     @property
     def float8_matrices(self) -> list[tuple[int, int]]:
-        """Return those of `matrices` whose products run in float8."""
-        if self.products != "fp8":
-            return []
-        return [matrix for matrix in self.matrices if fits_tensor_cores(matrix)]
+        """Return the sizes of the matrices whose products run in float8."""
+        return [matrix for matrix, in_float8 in zip(self.matrices, self.in_float8) if in_float8]
 
     @property
     def accum_dtype(self) -> torch.dtype:
@@ -429,6 +434,14 @@ def block_matrices(block_class, cfg):
     """Return (rows, cols) of each matrix of a block, in the order of use."""
     with torch.device("meta"):
         return tuple(matrix.shape for matrix in matrices_of(block_class(cfg)))
+
+
+@functools.cache
+def float8_by_matrix(block_class: type, cfg: ModelConfig) -> tuple[bool, ...]:
+    """Return for each matrix of a block, in the order of use, whether float8 can multiply it."""
+    with torch.device("meta"):
+        matrices = matrices_of(block_class(cfg))
+    return tuple(can_use_float8(matrix.shape, matrix.cut) for matrix in matrices)
 
 
 class WeightCounts(NamedTuple):
@@ -826,8 +839,8 @@ def whole_layer_moments(plan) -> dict[str, list[TensorSize]]:
 
     Autograd frees what a product has saved when its backward is done. So at the moment of `gate_up`
     the gradient of gate|up takes the place of gate|up itself. n = norm(h), and dn is its gradient.
-    Tensor-parallel ranks exchange tensors of C columns, of all tokens of their group; with many
-    ranks these weigh more than those of F / tp columns.
+    Tensor-parallel ranks exchange tensors of C columns, of all tokens of their group. If tp is
+    large, these tensors are larger than a rank's tensors of F / tp columns.
     """
     cfg, tokens, dtype = plan.local_model, plan.tokens, plan.dtype
     own = plan.tokens_between_products
@@ -1265,16 +1278,14 @@ def layer_seconds(est: Estimator, plan: Plan) -> LayerSeconds:
 
     def products(kind):
         """Return the seconds of each matrix's products of a kind, in the order of use."""
-        return [
-            plan.chunks
-            * est.products(
-                (f"fp8_{kind}" if matrix in plan.float8_matrices else kind,),
-                plan.tokens / plan.chunks,
-                *matrix,
-            )
-            + cast_seconds(est, plan, matrix, kind)
-            for matrix in plan.matrices
-        ]
+        seconds = []
+        for matrix, in_float8 in zip(plan.matrices, plan.in_float8):
+            kinds = (f"fp8_{kind}" if in_float8 else kind,)
+            taken = plan.chunks * est.products(kinds, plan.tokens / plan.chunks, *matrix)
+            if in_float8:
+                taken += cast_seconds(est, plan, matrix, kind)
+            seconds.append(taken)
+        return seconds
 
     # if a weight's gradient is the sum of several products, it is accumulated in float32
     sums_chunks = plan.chunks > 1
@@ -1322,9 +1333,9 @@ def layer_seconds(est: Estimator, plan: Plan) -> LayerSeconds:
     )
 
 
-# The kernels of fp8.py for one product, besides the product itself. A norm or SwiGLU casts its own
-# result, so that costs nothing more. Three lists per kind of product: kernels of activations; those
-# that cast W, once per layer and pass, or once per step; those that run once per step.
+# The kernels that fp8.py runs besides a product. A norm or SwiGLU casts its own result, which costs
+# nothing more. Each kind of product has three lists of kernels: the first cast activations, the
+# second cast W once per layer and pass (or once per step), the third run once per step.
 
 CASTS = {
     "forward": ([], [elementwise("cast rows of W", "w", "w8")], []),
@@ -1348,8 +1359,6 @@ CASTS = {
 def cast_seconds(est: Estimator, plan: Plan, matrix: tuple[int, int], kind: str) -> float:
     """Return the seconds of a micro-batch in which operands of a matrix's products are cast to
     float8. kind: as in hardware.PRODUCTS."""
-    if matrix not in plan.float8_matrices:
-        return 0.0
     rows, cols = matrix
     e = plan.dtype.itemsize
     nbytes = {

@@ -381,7 +381,7 @@ def stdlib_files() -> tuple[Path, ...]:
 
     hidden = re.compile(r"(^|/)\.[^/]")
     files = {f for f in found if f.is_file() and not hidden.search(str(f.relative_to(root)))}
-    # Debian's library has a link to another of its files: each file once
+    # one file of Debian's library is a link to another one, so take each real file only once
     once = {f.resolve(): f for f in sorted(files, reverse=True)}
     return tuple(sorted(filter(is_text, once.values())))
 

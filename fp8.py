@@ -17,7 +17,8 @@ over K, and element (m, n) is multiplied by the scales of row m of A and row n o
     da = dy W   dy (N, rows)     W^T (cols, rows)   in float32        (N, cols)
     dW = dy^T a dy^T (rows, N)   a^T (cols, N)      in float32        (rows, cols)
 
-"fast" means that tensor cores add up with fewer bits than float32 has. Example: y[5, 7] is the sum over k of a8[5, k] W8[7, k], times scale_a[5] * scale_W[7].
+"fast" means that tensor cores add up with fewer bits than float32 has. Example: y[5, 7] is the sum
+over k of a8[5, k] W8[7, k], times scale_a[5] * scale_W[7].
 
 What a result depends on. A row of a, and a row of dy, is one token. So y and da of a token do not
 depend on the other tokens: chunks, swapping and recomputation change nothing. A row of dy^T is one
@@ -59,7 +60,7 @@ from ops import Matrix, Products, Prologue, accumulation_dtype, add_weight_grad,
 E4M3 = torch.float8_e4m3fn
 LARGEST = 448.0  # the largest number of E4M3
 SMALLEST_AMAX = 1e-12  # stands for the largest value of a row of zeros, which has none
-MULTIPLE = 16  # tensor cores multiply float8 matrices whose sizes are multiples of it
+MULTIPLE = 16  # tensor cores need rows and columns that are multiples of this number
 
 
 class Cast(NamedTuple):
@@ -140,7 +141,7 @@ def cast_both(
         import fp8_kernels
 
         x = x.contiguous()
-        rows, cols = fp8_kernels.cast(x, row_amax, col_amax, MULTIPLE)
+        rows, cols = fp8_kernels.cast(x, row_amax, col_amax)
         return rows and Cast(*rows), cols and Cast(*cols)
     rows = None if row_amax is None else cast_by_amax(x, row_amax)
     cols = None if col_amax is None else cast_by_amax(x.t(), col_amax)
@@ -222,7 +223,8 @@ class Float8Products(Products):
         self.weight_amax.clear()
 
     def cast_weight(self, matrix: Matrix, w: Tensor, shared: bool, cols: bool = False) -> Cast:
-        """Return the cast of W (rows, cols), or of W^T with `cols`. shared: see `cast`."""
+        """Return the cast of W (rows, cols), or of W^T with `cols`. shared: see
+        `largest_values`."""
         layer = self.layer_of[matrix]
         if not self.keeps_casts and layer != self.layer:
             self.weight_casts.clear()
@@ -236,7 +238,8 @@ class Float8Products(Products):
         else:
             if key not in self.weight_amax:
                 self.weight_amax[key] = self.largest_values(w, not cols, cols, shared)
-            cast = cast_both(w, *self.weight_amax[key])[cols]
+            of_rows, of_cols = cast_both(w, *self.weight_amax[key])
+            cast = of_cols if cols else of_rows
         self.weight_casts[key] = cast
         return cast
 
@@ -300,6 +303,16 @@ def fits_tensor_cores(shape: tuple[int, int]) -> bool:
     return all(size % MULTIPLE == 0 for size in shape)
 
 
+def can_use_float8(shape: tuple[int, int], cut: str) -> bool:
+    """Return whether the products of a whole matrix run in float8. cut: see ops.Matrix.
+
+    A matrix with cut="whole" stays in the model's dtype. Each tensor-parallel rank multiplies it by
+    its own tokens, or by its own summand of dy (tensor.py), and a sum of rounded summands is not
+    the rounded sum.
+    """
+    return cut != "whole" and fits_tensor_cores(shape)
+
+
 def use_float8(
     model: torch.nn.Module,
     group: dist.ProcessGroup | None = None,
@@ -308,12 +321,10 @@ def use_float8(
     """Let the matrices of the model's layers compute their products in float8. Call it when
     tensor.py has split them. group, keeps_casts: see Float8Products.
 
-    Matrices whose whole shape has no multiples of 16 stay as they are. Whether a matrix uses float8
-    does not depend on tp, so that the results do not, either: the planner refuses a tp whose slices
-    of model.Block's matrices are no multiples of 16. Raises ValueError for such a slice of a fork's
-    matrix, which the planner does not know. Matrices with cut="whole" stay as they are, too. Each
-    tensor-parallel rank multiplies one by its own tokens, or by its own summand of dy (tensor.py),
-    and the sum of rounded summands is not the rounded sum.
+    Matrices for which can_use_float8 is False stay as they are. Whether a matrix uses float8 does
+    not depend on tp, so that the results do not, either: the planner refuses a tp whose slices of
+    model.Block's matrices are no multiples of 16. Raises ValueError for such a slice of a fork's
+    matrix, which the planner does not know.
     """
     layer_of = {
         matrix: i
@@ -323,10 +334,10 @@ def use_float8(
     }
     products = Float8Products(layer_of, group, keeps_casts)
     for name, matrix in model.blocks.named_modules():
-        if matrix not in layer_of or matrix.cut == "whole":
+        if matrix not in layer_of:
             continue
         whole = matrix.tp_slice.whole if matrix.tp_slice else matrix.shape
-        if not fits_tensor_cores(whole):
+        if not can_use_float8(whole, matrix.cut):
             continue
         if not fits_tensor_cores(matrix.shape):
             raise ValueError(

@@ -14,25 +14,29 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-E4M3 = torch.float8_e4m3fn
-TILE = 128  # rows and columns of a tile of cast_kernel
-AMAX_TILES = (128, 128, 1)  # rows, columns and number of the tiles of largest_values_kernel
-LARGEST = tl.constexpr(448.0)  # as in fp8.py
-SMALLEST_AMAX = tl.constexpr(1e-12)
+import fp8
+
+TILE = 128  # rows and columns of a tile
+# kernels read only constants of this type
+LARGEST = tl.constexpr(fp8.LARGEST)
+SMALLEST_AMAX = tl.constexpr(fp8.SMALLEST_AMAX)
 
 
 @triton.jit
-def load_tile(x, rows, cols, num_rows, num_cols):
-    """Return elements of a contiguous matrix in float32: 0 outside of it."""
+def load_tile(x, num_rows, num_cols, TILE: tl.constexpr):
+    """Return the tile of this program in float32, and the numbers of its rows and columns. The tile
+    is 0 beyond the end of the matrix."""
+    rows = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
+    cols = tl.program_id(1).to(tl.int64) * TILE + tl.arange(0, TILE)
     inside = (rows < num_rows)[:, None] & (cols < num_cols)[None, :]
     tile = tl.load(x + rows[:, None] * num_cols + cols[None, :], mask=inside, other=0.0)
-    return tile.to(tl.float32)
+    return tile.to(tl.float32), rows, cols
 
 
 @triton.jit
 def factor(amax):
-    """Return 448 / amax. Triton's own division is not exact in the last bit; div_rn is, so that the
-    values are those of fp8.cast_by_amax."""
+    """Return 448 / amax. The last bit of Triton's own division may be wrong. div_rn rounds
+    correctly, as fp8.cast_by_amax does."""
     return tl.div_rn(tl.full(amax.shape, LARGEST, tl.float32), amax)
 
 
@@ -51,25 +55,14 @@ def largest_values_kernel(
     num_cols,
     OF_ROWS: tl.constexpr,
     OF_COLS: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLS: tl.constexpr,
-    TILES: tl.constexpr,
+    TILE: tl.constexpr,
 ):
-    """A program looks at TILES tiles of ROWS x COLS elements, one below the other. So it writes
-    the columns' largest values only once."""
-    first_row = tl.program_id(0).to(tl.int64) * (ROWS * TILES)
-    cols = tl.program_id(1).to(tl.int64) * COLS + tl.arange(0, COLS)
-    of_cols = tl.zeros((COLS,), tl.float32)
-    for i in tl.static_range(TILES):
-        rows = first_row + i * ROWS + tl.arange(0, ROWS)
-        magnitude = tl.abs(load_tile(x, rows, cols, num_rows, num_cols))
-        if OF_ROWS:  # the largest value does not depend on which program comes first
-            amax = tl.max(magnitude, 1)
-            tl.atomic_max(row_amax + rows, amax, mask=rows < num_rows, sem="relaxed")
-        if OF_COLS:
-            of_cols = tl.maximum(of_cols, tl.max(magnitude, 0))
+    tile, rows, cols = load_tile(x, num_rows, num_cols, TILE)
+    magnitude = tl.abs(tile)
+    if OF_ROWS:  # the largest value does not depend on which tile comes first
+        tl.atomic_max(row_amax + rows, tl.max(magnitude, 1), mask=rows < num_rows, sem="relaxed")
     if OF_COLS:
-        tl.atomic_max(col_amax + cols, of_cols, mask=cols < num_cols, sem="relaxed")
+        tl.atomic_max(col_amax + cols, tl.max(magnitude, 0), mask=cols < num_cols, sem="relaxed")
 
 
 @triton.jit
@@ -88,9 +81,7 @@ def cast_kernel(
     OF_COLS: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    rows = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
-    cols = tl.program_id(1).to(tl.int64) * TILE + tl.arange(0, TILE)
-    tile = load_tile(x, rows, cols, num_rows, num_cols)
+    tile, rows, cols = load_tile(x, num_rows, num_cols, TILE)
     if OF_ROWS:
         amax = tl.load(row_amax + rows, mask=rows < num_rows, other=1.0)
         amax = tl.where(amax < SMALLEST_AMAX, SMALLEST_AMAX, amax)  # NaN stays NaN
@@ -109,32 +100,33 @@ def cast_kernel(
             tl.store(col_scale + cols, scale(amax), mask=cols < num_cols)
 
 
+def grid_of(x: Tensor) -> tuple[int, int]:
+    """Return the number of tiles along the rows and along the columns of x."""
+    return triton.cdiv(x.shape[0], TILE), triton.cdiv(x.shape[1], TILE)
+
+
 def largest_values(x: Tensor, of_rows: bool, of_cols: bool) -> tuple[Tensor | None, Tensor | None]:
     """See fp8.largest_values. x (M, K), bf16, contiguous."""
     num_rows, num_cols = x.shape
     sizes = num_rows * of_rows, num_cols * of_cols
     row_amax, col_amax = x.new_zeros(sum(sizes), dtype=torch.float32).split(sizes)
-    rows, cols, tiles = AMAX_TILES
-    grid = triton.cdiv(num_rows, rows * tiles), triton.cdiv(num_cols, cols)
-    largest_values_kernel[grid](
-        x, row_amax, col_amax, num_rows, num_cols, of_rows, of_cols, rows, cols, tiles
+    largest_values_kernel[grid_of(x)](
+        x, row_amax, col_amax, num_rows, num_cols, of_rows, of_cols, TILE
     )
     return row_amax[:, None] if of_rows else None, col_amax[:, None] if of_cols else None
 
 
-def cast(x: Tensor, row_amax: Tensor | None, col_amax: Tensor | None, multiple: int):
-    """See fp8.cast_both. Returns two pairs of values and scales, or None for either. The rows of
-    the transpose are padded to a multiple of elements."""
+def cast(x: Tensor, row_amax: Tensor | None, col_amax: Tensor | None):
+    """See fp8.cast_both. Returns two pairs of values and scales, or None for either."""
     num_rows, num_cols = x.shape
-    padded_rows = triton.cdiv(num_rows, multiple) * multiple
+    padded_rows = triton.cdiv(num_rows, fp8.MULTIPLE) * fp8.MULTIPLE
     of_rows, of_cols = row_amax is not None, col_amax is not None
     rows = cols = (None, None)
     if of_rows:
-        rows = x.new_empty(num_rows, num_cols, dtype=E4M3), torch.empty_like(row_amax)
+        rows = x.new_empty(num_rows, num_cols, dtype=fp8.E4M3), torch.empty_like(row_amax)
     if of_cols:
-        cols = x.new_empty(num_cols, padded_rows, dtype=E4M3), torch.empty_like(col_amax)
-    grid = triton.cdiv(num_rows, TILE), triton.cdiv(num_cols, TILE)
-    cast_kernel[grid](
+        cols = x.new_empty(num_cols, padded_rows, dtype=fp8.E4M3), torch.empty_like(col_amax)
+    cast_kernel[grid_of(x)](
         x,
         row_amax,
         col_amax,

@@ -27,6 +27,8 @@ The model knows neither ranks nor streams. Other files act on it from outside, i
                               gradient.
     matrix.tp_input,          Called on a projection's input, output and prologue. tensor.py
       tp_output, tp_prologue  exchanges tokens there between the ranks that share the matrix.
+    matrix.products           Computes a projection's three products. fp8.py replaces it, to compute
+                              them in float8.
     model.select_tp_tokens    Called with the positions of all tokens that attention has on this
                               rank. Returns the positions of the tokens that x has: a part of them
                               if tensor-parallel ranks split the tokens of x (tensor.py), else all.

@@ -301,7 +301,7 @@ class Products:
     """
 
     def new_weights(self) -> None:
-        """Hear that the weights change now. Here nothing depends on it."""
+        """Drop what was computed from the weights, because they change. Here that is nothing."""
 
     def forward(self, matrix: "Matrix", prologue: "Prologue", recomputing: bool, inputs: tuple):
         """Return y (..., rows) and the prologue's extras. recomputing: whether this is a second
@@ -520,8 +520,8 @@ class Prologue:
 
 @functools.cache
 def norm_prologue(eps: float) -> Prologue:
-    """Return the Prologue whose inputs are x (..., C) and a norm's weight (C,). All layers share
-    one, so that what is compiled for it is compiled once."""
+    """Return the Prologue whose inputs are x (..., C) and a norm's weight (C,). All layers share one
+    object, so that a function that fp8.py compiles for it is compiled only once."""
     return Prologue(lambda x, weight: norm_forward(x, weight, eps), norm_backward)
 
 

@@ -293,8 +293,9 @@ class Constraints:
         "and rounds them stochastically. Either kind resumes from the other.",
         among=("fp32", "bf16"))
     products: str = flag(
-        "dtype", "Arithmetic of the matrix products in the layers. dtype: that of --dtype. fp8: "
-        "float8 with a scale per row (fp8.py), faster on H100 and H200, and less precise.",
+        "dtype", "How the layers multiply matrices. dtype: in the dtype that --dtype names. fp8: "
+        "in float8 with a scale per row (fp8.py), which is faster on H100 and H200, and less "
+        "precise.",
         among=("dtype", "fp8"))
     overlap: str = flag(
         ",".join(OVERLAP_CHOICES), "What overlaps with computation: a list of names, or none. "
@@ -618,7 +619,7 @@ def tensor_parallel_choices(c, plan, exhaustive=False):
             "kernel. Nearest legal choice: --tp-mode msp"
         )
 
-    if c.products == "fp8" and not any(map(fits_tensor_cores, plan.matrices)):
+    if c.products == "fp8" and not any(plan.in_float8):
         raise ValueError(
             "--products fp8: no matrix of the layers has rows and columns that are multiples of "
             f"{MULTIPLE}, so nothing would run in float8. Nearest legal choice: --products dtype"
@@ -630,13 +631,13 @@ def tensor_parallel_choices(c, plan, exhaustive=False):
                 f"tensor parallelism must divide the {per_node} GPUs of a node, {model.heads} "
                 f"heads, {model.kv_heads} key/value heads and {model.ffn} features"
             )
-        if c.products == "fp8":
-            for whole, part in zip(plan.matrices, replace(plan, tp=tp).matrices):
-                if fits_tensor_cores(whole) and not fits_tensor_cores(part):
-                    return (
-                        f"--products fp8 needs multiples of {MULTIPLE}, and a matrix {whole[0]} x "
-                        f"{whole[1]} would be {part[0]} x {part[1]} on each GPU"
-                    )
+        split = replace(plan, tp=tp)
+        for whole, part in zip(plan.float8_matrices, split.float8_matrices):
+            if not fits_tensor_cores(part):
+                return (
+                    f"--products fp8 needs multiples of {MULTIPLE}, and a matrix {whole[0]} x "
+                    f"{whole[1]} would be {part[0]} x {part[1]} on each GPU"
+                )
 
     return legal_choices(c, ["tp"], zip(divisors(per_node)), why_not)
 
@@ -1709,7 +1710,7 @@ def float8_gain_in_words(plan: Plan, hardware: Hardware) -> list[str]:
     gain = sum(seconds.values()) / plan.step_s - 1
     text = f"With products in float8, a step is predicted to be {gain:.1%} faster"
     if gain < LEAST_FLOAT8_GAIN:
-        text += ". That is little, since products are a small part of it: consider to drop the flag"
+        text += ". That is little: the flag makes training less precise and gives hardly any speed"
     return [text + "."]
 
 

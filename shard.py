@@ -821,7 +821,7 @@ class States:
             unit.passes_done = unit.next_to_scatter = 0
             for param in unit.params:
                 param.contributions_done = 0
-                # what an evaluation cast lies outside of a CUDA graph that captures this step
+                # a CUDA graph that captures this step must not read what an evaluation has cast
                 param.module.products.new_weights()
         self.vector_grad.zero_()
 
@@ -1249,7 +1249,7 @@ class States:
         trained = unit.trained_params
         for param in unit.params:
             param.unsharded_param.held_param = None  # the buffer has the old parameters
-            param.module.products.new_weights()  # and so have casts of them
+            param.module.products.new_weights()  # casts in float8 are of the old parameters, too
         if not trained or not (group or self.host_states):
             return  # the update ran on the compute stream, and it wrote all of param_shard
 

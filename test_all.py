@@ -259,8 +259,8 @@ class PlainLayer(torch.nn.Module):
         """Return the layer's output (B, T, C).
 
         rotation: RoPE's unit complex numbers (B, 1, T, D/2). mask: (B, 1 or H, T, T), True where a
-        query attends to a key, or numbers that are added to the scores. numbers: those of
-        Float8Product; None: products are not in float8.
+        query attends to a key, or numbers that are added to the scores. numbers: see Float8Product;
+        None if products are not in float8.
         """
 
         def rotate(t):  # (B, heads, T, D), with the pairs (i, i + D/2) as complex numbers

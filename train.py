@@ -859,13 +859,25 @@ def configure(command_flags: dict, local_rank: int) -> Run:
 
 def float8_in_words(plan: costs.Plan, device: torch.device) -> str:
     """Say where the products of the layers run in float8 (--products fp8), and where not."""
-    left_out = [shape for shape in dict.fromkeys(plan.matrices) if not fits_tensor_cores(shape)]
+    left_out = [shape for shape, used in zip(plan.matrices, plan.in_float8) if not used]
+    reasons = {  # -> the shapes that are left out for this reason, each once
+        f"whose sizes are no multiples of {MULTIPLE}": {
+            shape: None for shape in left_out if not fits_tensor_cores(shape)
+        },
+        "which --tp would leave whole": {
+            shape: None for shape in left_out if fits_tensor_cores(shape)
+        },
+    }
+    exceptions = [
+        f"{', '.join(f'{rows} x {cols}' for rows, cols in shapes)}, {reason}"
+        for reason, shapes in reasons.items()
+        if shapes
+    ]
     text = "--products fp8: the matrix products in the layers run in float8"
-    if left_out:
-        shapes = ", ".join(f"{rows} x {cols}" for rows, cols in left_out)
+    if exceptions:
         text += (
-            f", except for matrices {shapes}, whose sizes are no multiples of {MULTIPLE}: those "
-            f"stay in {str(plan.dtype).removeprefix('torch.')}"
+            f", except for matrices {', and '.join(exceptions)}: those stay in "
+            f"{str(plan.dtype).removeprefix('torch.')}"
         )
     if not (has_float8(device) and plan.dtype == torch.bfloat16):
         text += (

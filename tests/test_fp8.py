@@ -1,4 +1,7 @@
-"""Products in float8: their rounding, what it depends on, what is refused, and kernels of GPUs."""
+"""Show that products in float8 round as they should, and depend on nothing else.
+
+Flags that float8 does not allow are refused. Tests of the kernels run on GPUs only.
+"""
 
 import re
 from dataclasses import replace
@@ -9,6 +12,7 @@ import torch
 from pytest import raises
 from safetensors.torch import load_file
 
+import bench
 import costs
 import fp8
 import model as m
@@ -16,6 +20,7 @@ import ops
 import planner
 import tensor
 import train
+from examples import lora  # noqa: F401  adds the row "lora" of model.ARCHITECTURES
 from helpers import STEP
 from test_all import (
     KEEPS,
@@ -28,6 +33,7 @@ from test_all import (
     needs_gpu,
     on_ranks,
     parametrize,
+    plan_of,
     quantise,
     relative,
     round_to_float8,
@@ -107,7 +113,7 @@ def test_no_value_is_cut_off(dtype):
     """Rows of any size keep their largest value, and equal the formula. They are cast by rows and
     by columns, and their largest values are far above 448, or far below 1.
 
-    Catches a scale that is that of the whole matrix, and values that become 448 or 0.
+    Catches one scale for the whole matrix, and values that become 448 or 0.
     """
     x, _, _ = random_operands(dtype)
     x = x * torch.logspace(-9, 30, len(x), dtype=torch.float64)[:, None].to(dtype)
@@ -183,7 +189,7 @@ def test_float8_leaves_out_some_matrices():
     assert in_float8 == {*names, "blocks.0.more"}
 
 
-# ---------------------------------------------------------------------------- what it depends on
+# ---------------------------------------------------------------------------- equal results
 
 
 def weights_after_two_steps(line: str, keeps_casts: bool = True) -> torch.Tensor:
@@ -329,6 +335,61 @@ def test_run_says_what_is_in_float8(tmp_path, monkeypatch, capsys):
     assert "those stay in float32. Here they are emulated: " in text
     main(flags.replace("fp8", "dtype"))
     assert "float8" not in capsys.readouterr().out
+
+
+def test_run_names_matrices_that_tensor_parallelism_leaves_whole(tmp_path, capsys):
+    """A run with adapters says which of their matrices stay in the model's dtype, and why, although
+    their sizes are multiples of 16.
+
+    Catches a plan that counts float8 products which do not run.
+    """
+    main(f"--architecture lora --products fp8 --steps 0 --save-every -1 --out {tmp_path}")
+    text = capsys.readouterr().out
+    assert (
+        "except for matrices 16 x 192, 192 x 16, which --tp would leave whole: those stay" in text
+    )
+
+
+def test_planner_keeps_casts_where_they_fit():
+    """Casts of weights are kept for a step if there is room, and if weights are not gathered. The
+    plan says so, and how much faster float8 makes it.
+
+    Catches casts that are made again in each micro-batch, and a flag that gives nothing.
+    """
+
+    def best(model: str, seq: int, batch: int, cluster="h100x1", ranks=1, **flags) -> tuple:
+        asked = planner.PlannerFlags(cluster=cluster, ranks=ranks)
+        constraints = planner.Constraints(
+            seq=seq, batch=batch, products="fp8", document_token=-1, **flags
+        )
+        hardware = asked.hardware()
+        plan = planner.plan(constraints, m.MODELS[model], hardware)[0]
+        return plan, planner.describe_plans([plan], hardware)
+
+    plan, text = best("1b", 2**13, 32)
+    assert plan.keeps_casts and "float8 casts kept for a step" in planner.in_words(plan)
+    gain = float(re.search(r"predicted to be ([\d.]+)% faster\.", text)[1])
+    assert 3 < gain < 30
+    assert not best("llama3-8b", 2**13, 68)[0].keeps_casts  # there is no room on 80 GB
+    _, text = best("1b", 2**19, 1)  # attention takes most of the time
+    assert "That is little: " in text
+    assert "no rates of products in float8" in best("1b", 2**13, 32, "h200x8")[1]
+
+
+def test_bound_is_that_of_float8_products(monkeypatch):
+    """The kernels that bound a step with float8 multiply its layers in float8, and its head in its
+    own dtype.
+
+    Catches a percent of the bound above 100 %.
+    """
+    calls = []
+    monkeypatch.setattr(fp8, "product", lambda *args, **flags: calls.append(args))
+    plan = plan_of(make_case("1 products=fp8 dtype=bf16"))
+    layer, head = bench.kernels_alone(SimpleNamespace(plan=plan, device=CPU, kernel="cpu"))
+    head()
+    assert not calls
+    layer()
+    assert len(calls) == 3 * len(plan.matrices)
 
 
 def test_float8_bytes_are_counted():

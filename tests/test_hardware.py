@@ -185,3 +185,17 @@ def test_profiles_are_measured_by_all_ranks():
     costs.py counts the measured seconds of a layer. Catches a measured rate that is of no
     machine."""
     on_ranks(2, measured_profile_worker)
+
+
+def test_profile_of_a_gpu_without_float8_has_no_rates_of_it(monkeypatch):
+    """An H200's rates of float8 products are scaled to an H20, which has float8, and left out for
+    an A100, which has not.
+
+    Catches a plan that counts on products which an A100 cannot run.
+    """
+    h200 = hardware.find_profile("NVIDIA H200", 8)
+    rates = {kind: [[1, 1, 1e15]] for kind in hardware.FLOAT8_PRODUCTS}
+    h200 = replace(h200, products=h200.products | rates)
+    monkeypatch.setattr(hardware, "find_profile", lambda *_: h200)
+    a100, h20 = (hardware.scale_by_data_sheet(f"NVIDIA {name}", 8) for name in ("A100", "H20"))
+    assert not rates.keys() & a100.products.keys() and rates.keys() <= h20.products.keys()
