@@ -325,7 +325,7 @@ class Kernel:
     1/sqrt(D).
 
         forward(q, k, v, mask) -> o, lse    lse (B, H, T): log of each query's sum of exp(score),
-                                            natural logarithm, float32 or wider
+                                            natural logarithm, float32 (float64 for q in float64)
         backward(do, q, k, v, o, lse, mask) -> dq, dk, dv
 
     With documents, tensors are (B*T, heads, D) and lse is (H, B*T), as in FlashAttention.

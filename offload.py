@@ -734,6 +734,11 @@ class ChunkedLayers:
     def run_attention(self, saved: SavedLayer, qkv: list[Tensor]) -> None:
         """Compute o (1, N, H, D) and the log-sum-exp, and put them into saved.tensors."""
         o, lse = saved.attention.forward(*map(self.to_batch, qkv))
+        if lse.dtype != accumulation_dtype(self.dtype):
+            raise ValueError(
+                f"the attention kernel returned lse in {lse.dtype}: "
+                f"it must be in {accumulation_dtype(self.dtype)} for inputs in {self.dtype}"
+            )
         saved.tensors |= {"o": self.to_row(o), "lse": lse}
 
     def run_post(self, saved: SavedLayer) -> Tensor:

@@ -401,14 +401,19 @@ def naive_forward(q, k, v, mask):
         ]
         o, lse = zip(*results)
         return torch.cat(o, 1)[0], torch.cat(lse, 2)[0]
-    scores, _, v = naive_scores(q, k, v, mask)
+    scores, _, wide_v = naive_scores(q, k, v, mask)
     lse = scores.logsumexp(-1)  # (B, H, T)
-    return torch.einsum("bhts,bshd->bthd", (scores - lse[..., None]).exp(), v), lse
+    o = torch.einsum("bhts,bshd->bthd", (scores - lse[..., None]).exp(), wide_v)
+    return o.to(q.dtype), lse
 
 
 def naive_scores(q, k, v, mask):
-    """Return scores (B, H, T, S), and k and v with as many heads as q has."""
+    """Return scores (B, H, T, S), and k and v with as many heads as q has.
+
+    All of them are in float32 or wider, as a kernel's lse must be.
+    """
     k, v = (t.repeat_interleave(q.shape[2] // k.shape[2], 2) for t in (k, v))
+    q, k, v = (t.to(ops.accumulation_dtype(t.dtype)) for t in (q, k, v))
     scores = torch.einsum("bthd,bshd->bhts", q, k) * q.shape[3] ** -0.5
     if mask.causal:
         later = torch.ones(scores.shape[2:], dtype=torch.bool, device=q.device).triu(1)
@@ -429,6 +434,7 @@ def naive_backward(do, q, k, v, o, lse, mask):
 
     # o and lse are constants here: on a ring they belong to all keys, not only to these
     inputs = [t.detach().requires_grad_() for t in (q, k, v)]
+    do = do.to(ops.accumulation_dtype(do.dtype))
     with torch.enable_grad():
         scores, _, v = naive_scores(*inputs, mask)
         p = (scores - lse[..., None]).exp()

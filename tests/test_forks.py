@@ -174,6 +174,22 @@ def test_a_kernel_proves_that_it_may_run_on_a_ring(heads, kv_heads, monkeypatch)
         check(forward_by_position, backward_from_o)
 
 
+def test_a_kernel_says_its_sums_in_float32(monkeypatch):
+    """A kernel that returns the log-sum-exp in a narrower dtype is refused by name.
+
+    Catches a kernel whose lse takes fewer bytes than its host buffer has, and is less exact.
+    """
+    cpu = attention.KERNELS["cpu"]
+
+    def forward(q, k, v, mask):
+        o, lse = cpu.forward(q, k, v, mask)
+        return o, lse.float()
+
+    monkeypatch.setitem(attention.KERNELS, "cpu", attention.Kernel(forward, cpu.backward, ()))
+    with raises(ValueError, match="returned lse in torch.float32: it must be in torch.float64"):
+        chunked("kept")
+
+
 def test_a_kernel_says_that_it_takes_documents(monkeypatch):
     """A kernel that does not say that it takes documents is refused for them.
 
