@@ -113,7 +113,7 @@ def test_known_profiles_are_those_of_the_node():
     assert (one.name, two.name, eight.name) == ("h100x1", "h100x2", "h100x2")
     assert [x.per_node for x in (one, two, eight)] == [1, 2, 8]
     assert eight.products == two.products and eight.host_bytes > two.host_bytes
-    assert two.sources == {"all": "measured"}
+    assert two.sources["all"].startswith("measured")
     assert eight.collectives == base.collectives and "h200x8" in eight.sources["collectives"]
     assert hardware.load_profile("H100", 8) == eight
 
