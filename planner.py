@@ -334,6 +334,11 @@ class Constraints:
     resident_layers: Count = flag(
         None, "The last layers, whose inputs and attention outputs stay on the GPU. auto: as "
         "planned.", 2)
+    memplan: str = flag(
+        "off", "on: plan the addresses of a step's tensors once. On one GPU that holds all model "
+        "states and all activations, a step also becomes a CUDA graph. Python does not run in such "
+        "a step, so your changes to it must not depend on the step or wait for the GPU.",
+        among=("off", "on"))
     host_memory: Count = flag(
         None, "Bytes of a node's host memory for model states and activations, such as 400G. auto: "
         "7/8 of what the control group or the machine allows.", 0, 2**60)
@@ -933,6 +938,7 @@ SHAPE = (
 # ---------------------------------------------------------------------------- search
 
 LEAST_FLOAT8_GAIN = 0.03  # below it, a plan says that --products fp8 gives little
+LEAST_GRAPH_GAIN = 0.01  # from it on, a plan says what --memplan on gives
 TIE = 0.002  # plans whose times differ by less than this share tie
 PRUNE_FACTOR = 1.3  # a plan that takes this many times as long as the best one is not looked at
 
@@ -1210,6 +1216,7 @@ def shapes(c, model, hardware, exhaustive=False):
         c.seq,
         optimizer=c.matrix_optimizer,
         products=c.products,
+        memplan=c.memplan,
         overlap=c.overlaps,
         tp_mode=c.tp_mode,
     )
@@ -1696,6 +1703,7 @@ def describe_plans(plans: list[Plan], hardware: Hardware) -> str:
             "",
             table(["memory of plan 1", f"{unit} per GPU"], memory),
             *float8_gain_in_words(best, hardware),
+            *graph_gain_in_words(best),
         ]
     )
 
@@ -1708,10 +1716,23 @@ def float8_gain_in_words(plan: Plan, hardware: Hardware) -> list[str]:
         return [f"Profile {hardware.profile.name} has no rates of products in float8."]
     seconds = step_seconds(hardware.est, replace(plan, products="dtype", keeps_casts=False))
     gain = sum(seconds.values()) / plan.step_s - 1
-    text = f"With products in float8, a step is predicted to be {gain:.1%} faster"
+    comparison = "slower" if gain < 0 else "faster"
+    text = f"With products in float8, a step is predicted to be {abs(gain):.1%} {comparison}"
     if gain < LEAST_FLOAT8_GAIN:
         text += ". That is little: the flag makes training less precise and gives hardly any speed"
     return [text + "."]
+
+
+def graph_gain_in_words(plan: Plan) -> list[str]:
+    """Return a line that says what --memplan on would give, if a plan could become a CUDA graph and
+    its GPU waits for the host."""
+    saved = plan.seconds["launches"] / plan.step_s
+    if not plan.on_one_stream or saved < LEAST_GRAPH_GAIN:
+        return []
+    return [
+        "The host launches kernels more slowly than the GPU runs them. With --memplan on, a step "
+        f"becomes a CUDA graph, which is predicted to take {saved:.1%} less time."
+    ]
 
 
 def why(c, plan, name):
