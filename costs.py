@@ -117,6 +117,7 @@ class Plan:
     os_layout: str = "intra"  # intra: each matrix is cut; inter: each matrix has one owner
     os_place: str = "gpu"  # where optimizer states lie: gpu, or host
     optimizer: str = "adamw"  # a row of optim.OPTIMIZERS, for matrices
+    grad_sums: str = "fp32"  # dtype in which gradients of micro-batches add up: fp32, or dtype
     products: str = "dtype"  # of the layers: in dtype, or fp8 (fp8.py)
     keeps_casts: bool = False  # fp8: keep casts of all weights from one update to the next
     # on: the addresses of a step's tensors are planned, and a step on one stream is a CUDA graph
@@ -251,8 +252,13 @@ class Plan:
     @property
     def grad_bytes(self) -> int:
         """Return the bytes per element of the gradients that a rank keeps. Gradients accumulated
-        over micro-batches are in accum_dtype."""
-        return self.accum_bytes if self.micro_batches > 1 else self.dtype.itemsize
+        over micro-batches are in accum_dtype, unless grad_sums is "dtype"."""
+        return self.accum_bytes if self.sums_wide else self.dtype.itemsize
+
+    @property
+    def sums_wide(self) -> bool:
+        """Return whether gradients of several micro-batches add up in accum_dtype."""
+        return self.micro_batches > 1 and self.grad_sums == "fp32"
 
     @property
     def optimizer_bytes_per_param(self) -> int:
@@ -1304,9 +1310,10 @@ def layer_seconds(est: Estimator, plan: Plan) -> LayerSeconds:
             seconds.append(taken)
         return seconds
 
-    # if a weight's gradient is the sum of several products, it is accumulated in float32
+    # a weight's gradient that is the sum of several products is accumulated in float32, unless
+    # grad_sums is "dtype" and the summands are whole gradients of micro-batches
     sums_chunks = plan.chunks > 1
-    sums_micro_batches = plan.micro_batches > 1 and plan.factors.g == 1
+    sums_micro_batches = plan.sums_wide and plan.factors.g == 1
     if sums_chunks or sums_micro_batches:
         weight_grad = "weight_grad_sum"
     else:

@@ -101,7 +101,14 @@ from model import ARCHITECTURES, MODELS, ModelConfig, divisors, param_counts
 from offload import ActivationPlan
 from optim import OPTIMIZERS
 from pipeline import why_no_order
-from shard import STREAMS, Factors, illegal, legal_factors, parse_strategy
+from shard import (
+    MOST_ROUNDED_SUMMANDS,
+    STREAMS,
+    Factors,
+    illegal,
+    legal_factors,
+    parse_strategy,
+)
 from streams import GIB, NO_LIMIT, in_unit, unit_of
 
 # ---------------------------------------------------------------------------- flags
@@ -292,6 +299,11 @@ class Constraints:
         "fp32", "Dtype of AdamW's two moments of a matrix. bf16 takes 4 bytes per parameter less, "
         "and rounds them stochastically. Either kind resumes from the other.",
         among=("fp32", "bf16"))
+    grad_sums: str = flag(
+        "fp32", "Dtype in which the gradients of a step's micro-batches add up. fp32: float32. "
+        "dtype: in the dtype that --dtype names, which takes 2 bytes per parameter less in bf16, "
+        f"and rounds each sum. It adds up at most {MOST_ROUNDED_SUMMANDS} micro-batches.",
+        among=("fp32", "dtype"))
     products: str = flag(
         "dtype", "How the layers multiply matrices. dtype: in the dtype that --dtype names. fp8: "
         "in float8 with a scale per row (fp8.py), which is faster on H100 and H200, and less "
@@ -772,6 +784,11 @@ def batch_choices(c, plan, exhaustive=False):
                 f"it must divide the {per_group} sequences of a data-parallel group (--batch "
                 f"{batch} over {dp} groups)"
             )
+        if c.grad_sums == "dtype" and per_group // size > MOST_ROUNDED_SUMMANDS:
+            return (
+                f"--grad-sums dtype would round a sum of {per_group // size} micro-batches, and "
+                f"adds up at most {MOST_ROUNDED_SUMMANDS}"
+            )
         reason = why_no_order(plan.pp, plan.pp_chunks, per_group // size)
         if reason:
             legal_batch = round_up(batch, dp * size * plan.pp)
@@ -1215,6 +1232,7 @@ def shapes(c, model, hardware, exhaustive=False):
         hardware.per_node,
         c.seq,
         optimizer=c.matrix_optimizer,
+        grad_sums=c.grad_sums,
         products=c.products,
         memplan=c.memplan,
         overlap=c.overlaps,

@@ -643,6 +643,7 @@ VALUES = {  # the keys of a case line, and the values that each one takes, its d
     "chunks": (3, 1),  # token chunks per layer
     "optimizer": ("adamw", "muon"),  # for matrices; muon: examples/muon.py
     "moments": ("fp32", "bf16"),  # --moments
+    "sums": ("fp32", "dtype"),  # --grad-sums
     "products": ("dtype", "fp8"),  # --products
     "dtype": ("fp64", "bf16"),
     "device": ("cpu", "cuda"),
@@ -713,6 +714,7 @@ def plan_of(case: dict) -> costs.Plan:
         os_layout=value.layout,
         os_place=value.place,
         optimizer=value.optimizer if value.moments == "fp32" else "adamw-bf16",
+        grad_sums=value.sums,
         products=value.products,
         keeps_casts=value.products == "fp8" and value.p == 1,  # p > 1: while a layer runs
         activations=activations_of(value.keep, layers, value.chunks),
@@ -861,7 +863,11 @@ def assert_equals_plain(
 
     if case["dtype"] == "bf16" and case["micro"] > 1:
         if case["layout"] == "intra" and case["g"] == run.plan.state_ranks:
-            errors += find_rounded_gradients(states)
+            rounded = find_rounded_gradients(states)
+            if case["sums"] == "fp32":
+                errors += rounded
+            elif len(rounded) < len(states.sharded_params) / 2:  # others are frozen, or padding
+                errors.append("gradients were not rounded to bf16")
 
     if only_step is None or only_step == len(expected_steps) - 1:
         weights = {name: states.full_param(name).cpu() for name in expected_weights}
@@ -1370,6 +1376,7 @@ def refusal_reason(case: dict) -> str | None:
         dtype=value.dtype,
         optimizer=value.optimizer,
         moments=value.moments,
+        grad_sums=value.sums,
         products=value.products,
         document_token=END_TOKEN if value.docs else -1,
         attention=value.kernel,
@@ -1389,6 +1396,8 @@ def is_usable(case: dict) -> bool:
         return False  # rounding errors grow too large over 17 layers
     if case["parts"] > 1 and case["pp"] == 1:
         return False  # without stages, parts would be ignored
+    if case["sums"] == "dtype" and case["micro"] == 1:
+        return False  # without several micro-batches, nothing would add up
     if case["chunks"] == 1 and keep is None:
         return False  # without token chunks, their number would be ignored
     if refusal_reason(case) is not None:
@@ -1504,6 +1513,14 @@ PICKED = [
 4 tied=1 pp=2 g=2 os=2 layout=inter                   # the owners of both copies are equal
 4 tied=1 pp=4 parts=2 micro=4 model=deep place=host
 4 tied=1 tp=2 pp=2 dtype=bf16 micro=2
+1 dtype=bf16 micro=4 sums=dtype                       # each product adds to the sum in bf16
+1 dtype=bf16 micro=2 sums=dtype keep=mixed tied=1     # chunks add up in float32 first
+1 dtype=bf16 micro=2 sums=dtype products=fp8 moments=bf16
+2 dtype=bf16 micro=2 sums=dtype p=2 g=2 os=2 block=norms
+2 dtype=bf16 micro=4 sums=dtype g=2 os=2 layout=inter
+2 dtype=bf16 micro=2 sums=dtype os=2 place=host frozen=some
+2 dtype=bf16 micro=4 sums=dtype pp=2 keep=swapped
+4 dtype=bf16 micro=2 sums=dtype tp=2 mode=mtp os=2 p=2 g=2
 """.strip().splitlines()
 ]
 COVER = [

@@ -1091,6 +1091,7 @@ def build_model(run: Run, attention: Attention, groups: Groups) -> tuple[LLaMA |
         storage=plan.os_place,
         optimizer=OPTIMIZERS[plan.optimizer],
         seed=run.cfg.seed,
+        wide_sums=plan.grad_sums == "fp32",
     )
     states.on_phase = mark  # tells --memplan where a layer's pass begins
     if plan.pp > 1:

@@ -42,8 +42,8 @@ def test_factors():
             ValueError, match=rf"{rule}.*the nearest legal choice is --p \d --g \d --os \d$"
         ):
             shard.check_factors(shard.Factors(*f), 8)
-    for batch, gradients in ((8, 0.5), (16, 1)):
-        plan = replace(STEP, factors=shard.Factors(2, 4, 8), batch=batch)
+    for batch, grad_sums, gradients in ((8, "fp32", 0.5), (16, "fp32", 1), (16, "dtype", 0.5)):
+        plan = replace(STEP, factors=shard.Factors(2, 4, 8), batch=batch, grad_sums=grad_sums)
         need = [plan.params, gradients * plan.params, 1.5 * plan.params]
         assert [*costs.state_bytes(plan).values()] == need
 

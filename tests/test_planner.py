@@ -622,6 +622,10 @@ def test_planner_places_rings(tmp_path):
             "--ranks 8 --pp 2 --batch 4 --resident-layers 32",
             "32: a virtual .* 12 layers; at most 12",
         ),
+        (
+            "--ranks 1 --batch 512 --micro-batch 2 --grad-sums dtype",
+            "--micro-batch 2: --grad-sums dtype would round a sum of 256 .*--micro-batch 4",
+        ),
         ("--ranks 2 --sp 1 --batch 5", "--batch 5: 2 data-parallel groups .* choice: --batch 4"),
         ("--top 0", "--top 0: choose a value from 1"),
         ("--ranks 8 --leaf 0", "--leaf 0 must be a number"),
