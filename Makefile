@@ -46,6 +46,7 @@ test-gpu: .venv/ready
 	$(PYTEST) test_all.py tests -k "test_gpu or cuda"
 
 .venv/ready: requirements.txt
+	@echo "Installing into .venv takes about 3 minutes, and prints nothing."
 	$(PYTHON) -m venv .venv
 	.venv/bin/pip install --quiet -r requirements.txt
 	touch $@

@@ -11,7 +11,8 @@ communicates when several ranks share a sequence. This file builds it in four st
 To add a kernel, write its two functions and its row (examples/alibi.py does).
 
 Legend:  B sequences   T tokens per sequence   D head width   H query heads   K key/value heads
-         sp = R * U    ranks that share a sequence: R ring ranks, each of U ranks that share heads
+         sp = R * U    ranks that share a sequence: R ring ranks, each of U ranks that share heads.
+                       (Elsewhere R is the number of all ranks, and the ring has r)
          G             groups of heads that a rank processes one after the other
          h             heads of one group on one rank (query heads, or key/value heads of k and v)
          o, lse        attention's output, and each query's log-sum-exp of scores

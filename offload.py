@@ -715,8 +715,8 @@ class ChunkedLayers:
     def run_pre(self, saved: SavedLayer, for_backward: bool = False) -> list[Tensor]:
         """Return q, k, v (1, N, heads, D) of all tokens.
 
-        for_backward: only chunks that were not saved run again. q, k, v of the saved chunks are in
-        saved.tensors.
+        for_backward: recompute the chunks that were not saved, and only these. q, k, v of the saved
+        chunks are in saved.tensors.
         """
         qkv = [None, None, None]
         first = 0
@@ -770,6 +770,8 @@ class ChunkedLayers:
         # x gets a gradient from post (the residual path) and one from pre, by way of attention
         dx_of_post = []  # by chunk, (1, n, C); backward_post fills it
 
+        # attention calls it after it has launched the exchange of q, k, v and o, so that the backward
+        # of post hides the exchange
         def make_dout():
             return self.backward_post(saved, self.to_row(dy), dx_of_post)
 

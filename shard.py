@@ -45,7 +45,8 @@ b, and updates b2, the third quarter of b. A matrix has S elements. There are tw
 
 Here g = os takes a quarter of the gradient memory that g = p takes. In return g = p communicates
 less: it runs the second reduce-scatter once per step, and g = os once per micro-batch. In general,
-after the reduce-scatter S -> S/p:
+after the reduce-scatter S -> S/p (at first, read only intra, the default; inter is for optimizers
+that update whole matrices):
 
     layout   g = p: once per step, in reduce_unit    g = os: per micro-batch, in scatter_grad
     intra    reduce-scatter in the subgroup, then    reduce-scatter in the subgroup; then, once per
@@ -319,8 +320,8 @@ class ShardedParam:
 
 @dataclass(eq=False)
 class Unit:
-    """The matrices of one layer; or the embedding; or the head. A tied matrix belongs to the
-    embedding."""
+    """The matrices of one layer; or the embedding; or the head. They are gathered and reduced
+    together. A tied matrix belongs to the embedding."""
 
     name: str  # such as "blocks.0"
     index: int  # the unit's number, in the order of use

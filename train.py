@@ -167,6 +167,7 @@ from shard import States, check_weights
 from streams import GIB, NO_LIMIT, CommStream, host_budget, in_unit
 from tensor import TensorParallel, check_tensor_parallel, split_model
 
+LONGEST_ON_CPU = 2**14  # tokens of a sequence, if a run falls back to the CPU
 EVAL_SEQUENCES = 64  # an evaluation runs at most this many sequences
 MAX_SKIPS = 5  # the run ends after this many non-finite steps in a row
 
@@ -482,6 +483,12 @@ def choose_model(cfg: Config, device: torch.device, resumed: checkpoint.Checkpoi
         imported, read_weights = hf.open_weights(cfg.import_folder, imported, cfg.untie)
     elif name == "auto" and not source:
         name = "tiny" if device.type == "cpu" else "7b"
+        if device.type == "cpu" and cfg.device == "auto" and (cfg.seq or 0) > LONGEST_ON_CPU:
+            raise ValueError(
+                f"--seq {cfg.seq}: there is no GPU here, or PyTorch does not see it. On a CPU the "
+                "model would be tiny, and a step of so many tokens would take hours. Pass "
+                f"--device cpu if you want that, or --seq {LONGEST_ON_CPU}"
+            )
     if cfg.untie and not source:
         raise ValueError(
             "--untie: it is for models that --init hf:DIR imports. Drop --untie, or name an import"
@@ -892,6 +899,8 @@ def print_run(run: Run, plans: list[costs.Plan]) -> None:
         if getattr(cfg, name) != field.default
     ]
     print0("flags that differ from their defaults:", *not_default)
+    if cfg.device == "auto" and run.device.type == "cpu":
+        print0("There is no GPU here, or PyTorch does not see it. So this run is on the CPU")
 
     causal, full = flops_per_token(model, cfg.seq)
     print0(

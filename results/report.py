@@ -486,9 +486,9 @@ def claim() -> str:
     return paragraph(
         f"{num_gpus(longest)} {gpu_of(longest)}s train LLaMA-7B on one sequence of "
         f"{longest['seq']:,} tokens: a step takes {longest['step_s']:.0f} s, at "
-        f"{longest['mfu_causal']:.1%} causal MFU. In {len(ratios)} comparisons, the fastest peer at "
-        f"its best setting takes between {ratios[least]:.2f} times ({', '.join(least)}) and "
-        f"{ratios[most]:.2f} times ({', '.join(most)}) as long as this project."
+        f"{longest['mfu_causal']:.1%} causal MFU. We compared {len(ratios)} settings with the "
+        f"fastest peer at its best: it took {ratios[least]:.2f} to {ratios[most]:.2f} times as long "
+        f"as this project. The least was {', '.join(least)}; the most was {', '.join(most)}."
     )
 
 
@@ -501,8 +501,9 @@ def normal() -> str:
         texts.append(f"between {min(values):.0%} and {max(values):.0%}")
     lengths = sorted(row["seq"] for row in rows)
     return paragraph(
-        f"In our rows of {tokens_text(lengths[0])} to {tokens_text(lengths[-1])} tokens on H100s and "
-        f"H200s, MFU is {texts[0]}, and the percent of the bound {texts[1]}."
+        f"In our {len(rows)} rows that are compared with peers, one sequence of "
+        f"{tokens_text(lengths[0])} to {tokens_text(lengths[-1])} tokens on H100s and H200s, MFU is "
+        f"{texts[0]}, and the percent of the bound {texts[1]}. Shorter steps are less efficient."
     )
 
 

@@ -220,6 +220,10 @@ REFUSED = [
         "train.py --resume --out o --init hf:hf",
         "--init cannot change on resume, .* began with --init hf:/.*",
     ),
+    (
+        "train.py --model auto --seq 1M",
+        "--seq 1048576: there is no GPU here.* --device cpu .* or --seq 16384",
+    ),
     # ---- bench.py
     ("bench.py trace", "table trace measures GPUs, and there are none here"),
     ("bench.py ring", "table ring needs 2 ranks or more: torchrun --nproc_per_node 2 bench.py"),
