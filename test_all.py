@@ -98,6 +98,7 @@ parametrize = pytest.mark.parametrize
 slow = pytest.mark.skipif("CHECK" in os.environ, reason="make check")  # starts ranks or takes long
 GPUS = torch.cuda.device_count()
 needs_gpu = pytest.mark.skipif(not GPUS, reason="needs a GPU")
+train.EVAL_SEQUENCES = 8  # instead of 64, with which an evaluation takes longer than a short run
 # train.py's flags for a short run of a tiny model
 QUICK_FLAGS = "--device cpu --seq 32 --batch 6 --steps 6 --eval-every -1"
 SMALL = replace(
@@ -1119,19 +1120,26 @@ def clean_up():
         dist.destroy_process_group()
 
 
-def main(flags: str) -> None:
-    """Run train.py in this process with QUICK_FLAGS and these flags."""
-    train.main(f"{QUICK_FLAGS} {flags}".split())
+def main(flags: str, picture: bool = False) -> None:
+    """Run train.py in this process with QUICK_FLAGS and these flags.
+
+    picture: draw loss.png at the end. This takes longer than the steps of a short run, so only tests
+    that look at the picture ask for it.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        if not picture:
+            patch.setattr(train, "draw_losses", lambda log: None)
+        train.main(f"{QUICK_FLAGS} {flags}".split())
 
 
 def start_processes(target: Callable, ranks: int, file: Path, *args, method="forkserver") -> list:
     """Start target(rank, file, *args) in one process per rank. Their output goes to the file.
 
-    method "forkserver": processes are forked from one that has imported this file, which saves
+    method "forkserver": processes are forked from one that has run tests/warm_start.py, which saves
     seconds of imports.
     """
     context = multiprocessing.get_context(method)
-    context.set_forkserver_preload(["test_all", "matplotlib.pyplot", "torch._dynamo"])
+    context.set_forkserver_preload(["tests.warm_start"])
     file.touch()
     processes = [context.Process(target=target, args=(r, file, *args)) for r in range(ranks)]
     for process in processes:

@@ -170,7 +170,7 @@ def test_nothing_is_written_through_a_link(name, tmp_path, no_hang):
         with raises(ConfigError, match=f"{name} is a link, through which nothing is written"):
             main(flags)
     else:
-        main(flags)
+        main(flags, picture=True)
         assert name == "log.tmp" or not (tmp_path / "o" / name).is_symlink()
     assert not any(outside.iterdir()) if outside.is_dir() else outside.read_text() == "precious"
 
