@@ -9,6 +9,8 @@ import gc
 
 import matplotlib.pyplot  # noqa: F401
 import torch._dynamo  # noqa: F401
+from transformers import AutoConfig, AutoModelForCausalLM  # noqa: F401
+from transformers.models.llama import modeling_llama  # noqa: F401
 
 import data
 import test_all  # noqa: F401
