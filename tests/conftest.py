@@ -14,8 +14,6 @@ import numpy as np
 from helpers import hf_model
 
 
-
-
 def pytest_collection_finish():
     """Leave what was imported out of each later garbage collection. train.py makes one per run."""
     gc.collect()
