@@ -771,7 +771,7 @@ def chosen(run: Run) -> dict:
     activations = plan.activations
     names = (
         "sp ring chunk tp tp_mode pp pp_chunks batch micro_batch micro_batches os_layout "
-        "os_place recompute head_groups optimizer products keeps_casts"
+        "os_place recompute head_groups optimizer grad_sums products keeps_casts"
     ).split()
     return {
         **asdict(plan.factors),
@@ -1001,8 +1001,11 @@ def make_tables(ranks: int, nodes: int, short_seq: int) -> dict[str, Table]:
                 Row("ours full recompute",          "--recompute full"),
                 Row("ours full swap",               "--alpha 1 --resident-layers 2"),
                 Row("ours bf16 moments",            "--moments bf16"),
+                Row("ours bf16 states",             "--moments bf16 --grad-sums dtype"),
                 Row("ours fp8",                     "--products fp8"),
                 Row("ours fp8 and bf16 moments",    "--products fp8 --moments bf16"),
+                Row("ours fp8 and bf16 states",
+                    "--products fp8 --moments bf16 --grad-sums dtype"),
                 Row("fsdp2 none",                   f"--sp {ranks} --strategy zero3"),
                 Row("fsdp2 half-selective",         f"--sp {ranks} --strategy zero3"),
                 Row("fsdp2 selective",              f"--sp {ranks} --strategy zero3"),

@@ -117,8 +117,11 @@ class Plan:
     os_layout: str = "intra"  # intra: each matrix is cut; inter: each matrix has one owner
     os_place: str = "gpu"  # where optimizer states lie: gpu, or host
     optimizer: str = "adamw"  # a row of optim.OPTIMIZERS, for matrices
+    grad_sums: str = "fp32"  # dtype in which gradients of micro-batches add up: fp32, or dtype
     products: str = "dtype"  # of the layers: in dtype, or fp8 (fp8.py)
     keeps_casts: bool = False  # fp8: keep casts of all weights from one update to the next
+    # on: the addresses of a step's tensors are planned, and a step on one stream is a CUDA graph
+    memplan: str = "off"
     overlap: tuple[str, ...] = STREAMS  # the streams that run concurrently with computation
     activations: ActivationPlan | None = None  # None: layers keep all skeletal activations on GPU
     memory: dict[str, float] = field(default_factory=dict)  # bytes of GPU memory, by term
@@ -155,6 +158,12 @@ class Plan:
         together."""
         cfg = self.local_model
         return cfg.heads * cfg.head_dim, 2 * cfg.kv_heads * cfg.head_dim
+
+    @property
+    def on_one_stream(self) -> bool:
+        """Return whether a step runs on the compute stream only, because one GPU holds all model
+        states and all activations."""
+        return self.ranks == 1 and self.os_place == "gpu" and self.activations is None
 
     @property
     def vocab_matrix(self):
@@ -243,8 +252,13 @@ class Plan:
     @property
     def grad_bytes(self) -> int:
         """Return the bytes per element of the gradients that a rank keeps. Gradients accumulated
-        over micro-batches are in accum_dtype."""
-        return self.accum_bytes if self.micro_batches > 1 else self.dtype.itemsize
+        over micro-batches are in accum_dtype, unless grad_sums is "dtype"."""
+        return self.accum_bytes if self.sums_wide else self.dtype.itemsize
+
+    @property
+    def sums_wide(self) -> bool:
+        """Return whether gradients of several micro-batches add up in accum_dtype."""
+        return self.micro_batches > 1 and self.grad_sums == "fp32"
 
     @property
     def optimizer_bytes_per_param(self) -> int:
@@ -1088,6 +1102,15 @@ class Estimator:
             flops / interpolate_twice(self.profile.products[kind], tokens, width) for kind in kinds
         )
 
+    def layer_launch(self, name, in_float8):
+        """Return the seconds that the host takes to launch a layer's kernels. name: forward or
+        backward. in_float8: whether the layer has products in float8."""
+        if in_float8 and f"fp8 {name}" in self.launch:
+            return self.launch[f"fp8 {name}"]
+        if in_float8:
+            self.outside_profile.add("launches of a layer in float8, predicted by those of bf16")
+        return self.launch[name]
+
     def attention_rate(self, name, seq):
         """Return FLOP/s of the attention kernel on a causal sequence. name: forward or backward."""
         points = self.attention[name]
@@ -1287,9 +1310,10 @@ def layer_seconds(est: Estimator, plan: Plan) -> LayerSeconds:
             seconds.append(taken)
         return seconds
 
-    # if a weight's gradient is the sum of several products, it is accumulated in float32
+    # a weight's gradient that is the sum of several products is accumulated in float32, unless
+    # grad_sums is "dtype" and the summands are whole gradients of micro-batches
     sums_chunks = plan.chunks > 1
-    sums_micro_batches = plan.micro_batches > 1 and plan.factors.g == 1
+    sums_micro_batches = plan.sums_wide and plan.factors.g == 1
     if sums_chunks or sums_micro_batches:
         weight_grad = "weight_grad_sum"
     else:
@@ -1372,7 +1396,8 @@ def cast_seconds(est: Estimator, plan: Plan, matrix: tuple[int, int], kind: str)
     of_tokens, of_weight, once = CASTS[kind.removesuffix("_sum")]
     uses = plan.micro_batches if plan.keeps_casts else 1  # of one cast of W
     moved = moved_bytes(of_tokens, nbytes) + moved_bytes(of_weight, nbytes) / uses
-    return est.moved(moved + moved_bytes(once, nbytes) / plan.micro_batches)
+    moved += moved_bytes(once, nbytes) / plan.micro_batches
+    return moved / (est.profile.casts or est.profile.memory)
 
 
 def tp_exchange_seconds(est, plan):
@@ -1812,12 +1837,16 @@ def launch_seconds(est: Estimator, plan: Plan) -> tuple[float, float]:
 
     The host launches a layer's kernels once per token chunk. If attention runs in head groups or
     exchanges heads, it also launches each group's all-to-alls and kernel. Example: 8 groups of
-    3.7 ms each take 30 ms. Then 32 layers take about a second, however fast the GPU is.
+    3.7 ms each take 30 ms. Then 32 layers take about a second, however fast the GPU is. A CUDA
+    graph is launched as a whole, which takes next to nothing.
     """
+    if plan.memplan == "on" and plan.on_one_stream:
+        return 0.0, 0.0
     several = plan.head_ranks * plan.head_groups > 1
     groups = plan.head_groups if several else 0
     forward, backward = (
-        plan.chunks * est.launch[name] + groups * est.launch[f"head group {name}"]
+        plan.chunks * est.layer_launch(name, any(plan.in_float8))
+        + groups * est.launch[f"head group {name}"]
         for name in ("forward", "backward")
     )
     return forward, backward

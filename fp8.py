@@ -166,7 +166,7 @@ def product(
 
 @compiled
 def add_into(out: Tensor, dw: Tensor) -> None:
-    """Add dW in bf16 to a sum in float32."""
+    """Add dW in bf16 to a sum, in float32 as a rule."""
     out.add_(dw)
 
 
@@ -176,8 +176,8 @@ def weight_grad_into(
     """Write beta * out + dy^T x into out (rows, cols), and return it. It takes the place of
     ops.weight_grad_into. dy: a cast of dy^T (rows, N). x: a cast of x^T (cols, N).
 
-    The product itself has `dtype`. The sum has out's dtype, which is float32 if several products
-    add up.
+    The product itself has `dtype`. The sum has out's dtype: float32 if several products add up,
+    unless --grad-sums dtype is set.
     """
     if out is None or (beta == 0 and out.dtype == dtype):
         return product(dy, x, dtype, out=out)

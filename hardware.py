@@ -49,6 +49,8 @@ PASSES = ("forward", "backward")
 # what a host launches: one head group of attention with its all-to-alls, and a layer's kernels
 HEAD_GROUP_LAUNCHES = ("head group forward", "head group backward")
 LAUNCHES = (*PASSES, *HEAD_GROUP_LAUNCHES)
+# the same for a layer whose products run in float8, if the GPU can. It has more kernels
+FLOAT8_LAUNCHES = ("fp8 forward", "fp8 backward")
 OVERLAPS = ("collectives", "all_to_all")
 Points = list[list[float]]  # each [size, rate] or [tokens, width, rate], in ascending order
 
@@ -75,12 +77,15 @@ class Profile:
     optimizer: float  # bytes/s read and written by the optimizer's update on the GPU
     to_host: float  # bytes/s of copies to the host, while all GPUs of a node copy
     state_streaming: float  # bytes/s each way of optimizer states that stream through the GPU
-    launch: dict[str, dict[str, float]]  # by processor and by LAUNCHES: seconds
+    # by processor, and by LAUNCHES and FLOAT8_LAUNCHES: seconds
+    launch: dict[str, dict[str, float]]
     collectives: dict[str, dict[str, Points]]  # by operation and mesh "8x4": [bytes, bytes/s]
     # by OVERLAPS: two factors, by which computation and communication take longer while both run.
     # "collectives": all-gathers and reduce-scatters while layers run. "all_to_all": all-to-alls
     # while attention runs
     overlap: dict[str, list[float]]
+    # bytes/s read and written by casts to float8. None: not measured, so that `memory` counts
+    casts: float | None = None
     sources: dict[str, str] = field(default_factory=dict)  # where numbers come from, by field
     about: dict = field(default_factory=dict)  # hardware, versions, commit, command
 
@@ -179,6 +184,8 @@ def scaled(
         "to_host": host,
         "state_streaming": host,
     }
+    if profile.casts:
+        factors["casts"] = memory
     rates = {key: scale_rates(getattr(profile, key), factor) for key, factor in factors.items()}
     return replace(profile, name=name, **rates, **changes)
 
@@ -265,6 +272,8 @@ def check_profile(profile: Profile) -> None:
     tables = []  # (name, numbers per point, points)
     for name in "per_node gpu_bytes host_bytes memory optimizer to_host state_streaming".split():
         tables.append((name, 1, [[getattr(profile, name)]]))
+    if profile.casts is not None:
+        tables.append(("casts", 1, [[profile.casts]]))
 
     if not profile.launch or not profile.attention:
         raise ValueError("launch and attention: at least one host, and at least one kernel")
@@ -273,7 +282,8 @@ def check_profile(profile: Profile) -> None:
             raise ValueError(
                 f"launch {host} {seconds}: the seconds of a host for each of {', '.join(LAUNCHES)}"
             )
-        tables += [(f"launch {host} {kind}", 1, [[seconds[kind]]]) for kind in LAUNCHES]
+        float8 = [kind for kind in FLOAT8_LAUNCHES if kind in seconds]
+        tables += [(f"launch {host} {kind}", 1, [[seconds[kind]]]) for kind in (*LAUNCHES, *float8)]
 
     float8 = [kind for kind in FLOAT8_PRODUCTS if kind in profile.products]
     tables += [(f"products {kind}", 3, profile.products[kind]) for kind in (*PRODUCTS, *float8)]

@@ -41,6 +41,7 @@ from attention import Attention, Exchange, gpus_reach_each_other, make_exchange
 from fp8 import has_float8
 from hardware import (
     COLLECTIVES,
+    FLOAT8_LAUNCHES,
     FLOAT8_PRODUCTS,
     LAUNCHES,
     OVERLAPS,
@@ -121,6 +122,7 @@ class Machine:
             launch={processor_name(): self.launch_seconds()},
             collectives=self.collective_rates(),
             overlap=self.overlap_factors(),
+            casts=self.cast_rate(),
             sources={"all": "measured"},
             about=about,
         )
@@ -270,17 +272,31 @@ class Machine:
         on_host = torch.empty_like(on_gpu, device="cpu", pin_memory=self.gpu)
         return on_gpu.nbytes / self.time(lambda: on_host.copy_(on_gpu, non_blocking=True))
 
+    def cast_rate(self):
+        """Return bytes/s of casts to float8: a matrix is read twice, for its largest values and for
+        its casts, and written by rows and by columns. None if the GPU has no float8."""
+        if not (self.gpu and has_float8(self.device)):
+            return None
+        x = self.random(16384, 8192)
+        nbytes = 2 * x.nbytes + 2 * x.numel()
+        return nbytes / self.time(lambda: fp8.cast_both(x, *fp8.largest_values(x, True, True)))
+
     def launch_seconds(self):
-        """Return the seconds that the host takes to launch kernels: {name in LAUNCHES: seconds}.
+        """Return the seconds that the host takes to launch kernels, by LAUNCHES and, if the GPU has
+        float8, by FLOAT8_LAUNCHES.
 
         On a CPU, the seconds of an operator include its launch, so launches count as nothing.
         """
         if not self.gpu:
             return dict.fromkeys(LAUNCHES, 1e-9)
-        return dict(zip(LAUNCHES, self.layer_launches() + self.head_group_launches()))
+        found = dict(zip(LAUNCHES, self.layer_launches() + self.head_group_launches()))
+        if has_float8(self.device):
+            found |= zip(FLOAT8_LAUNCHES, self.layer_launches(in_float8=True))
+        return found
 
-    def layer_launches(self):
+    def layer_launches(self, in_float8=False):
         """Return the seconds that the host takes to launch a layer's forward and its backward.
+        in_float8: with products in float8, each of which also casts its weight.
 
         The model is so small that the GPU waits for the host. Whole micro-batches run, and
         shard.States launches its own kernels in them, as in training. We take the mean and not the
@@ -288,6 +304,8 @@ class Machine:
         """
         layers, micro_batches = 24, 4
         model = self.make_model(layers, 256)
+        if in_float8:
+            fp8.use_float8(model, None, keeps_casts=False)
         states = States(model, self.device, self.dtype, micro_batches=micro_batches)
         ids = torch.arange(128, device=self.device)[None]
         moments = []  # per micro-batch: begin of forward, begin of backward, end of backward

@@ -101,7 +101,14 @@ from model import ARCHITECTURES, MODELS, ModelConfig, divisors, param_counts
 from offload import ActivationPlan
 from optim import OPTIMIZERS
 from pipeline import why_no_order
-from shard import STREAMS, Factors, illegal, legal_factors, parse_strategy
+from shard import (
+    MOST_ROUNDED_SUMMANDS,
+    STREAMS,
+    Factors,
+    illegal,
+    legal_factors,
+    parse_strategy,
+)
 from streams import GIB, NO_LIMIT, in_unit, unit_of
 
 # ---------------------------------------------------------------------------- flags
@@ -292,6 +299,11 @@ class Constraints:
         "fp32", "Dtype of AdamW's two moments of a matrix. bf16 takes 4 bytes per parameter less, "
         "and rounds them stochastically. Either kind resumes from the other.",
         among=("fp32", "bf16"))
+    grad_sums: str = flag(
+        "fp32", "Dtype in which the gradients of a step's micro-batches add up. fp32: float32. "
+        "dtype: in the dtype that --dtype names, which takes 2 bytes per parameter less in bf16, "
+        f"and rounds each sum. It adds up at most {MOST_ROUNDED_SUMMANDS} micro-batches.",
+        among=("fp32", "dtype"))
     products: str = flag(
         "dtype", "How the layers multiply matrices. dtype: in the dtype that --dtype names. fp8: "
         "in float8 with a scale per row (fp8.py), which is faster on H100 and H200, and less "
@@ -334,6 +346,11 @@ class Constraints:
     resident_layers: Count = flag(
         None, "The last layers, whose inputs and attention outputs stay on the GPU. auto: as "
         "planned.", 2)
+    memplan: str = flag(
+        "off", "on: plan the addresses of a step's tensors once. On one GPU that holds all model "
+        "states and all activations, a step also becomes a CUDA graph. Python does not run in such "
+        "a step, so your changes to it must not depend on the step or wait for the GPU.",
+        among=("off", "on"))
     host_memory: Count = flag(
         None, "Bytes of a node's host memory for model states and activations, such as 400G. auto: "
         "7/8 of what the control group or the machine allows.", 0, 2**60)
@@ -767,6 +784,11 @@ def batch_choices(c, plan, exhaustive=False):
                 f"it must divide the {per_group} sequences of a data-parallel group (--batch "
                 f"{batch} over {dp} groups)"
             )
+        if c.grad_sums == "dtype" and per_group // size > MOST_ROUNDED_SUMMANDS:
+            return (
+                f"--grad-sums dtype would round a sum of {per_group // size} micro-batches, and "
+                f"adds up at most {MOST_ROUNDED_SUMMANDS}"
+            )
         reason = why_no_order(plan.pp, plan.pp_chunks, per_group // size)
         if reason:
             legal_batch = round_up(batch, dp * size * plan.pp)
@@ -933,6 +955,7 @@ SHAPE = (
 # ---------------------------------------------------------------------------- search
 
 LEAST_FLOAT8_GAIN = 0.03  # below it, a plan says that --products fp8 gives little
+LEAST_GRAPH_GAIN = 0.01  # from it on, a plan says what --memplan on gives
 TIE = 0.002  # plans whose times differ by less than this share tie
 PRUNE_FACTOR = 1.3  # a plan that takes this many times as long as the best one is not looked at
 
@@ -1209,7 +1232,9 @@ def shapes(c, model, hardware, exhaustive=False):
         hardware.per_node,
         c.seq,
         optimizer=c.matrix_optimizer,
+        grad_sums=c.grad_sums,
         products=c.products,
+        memplan=c.memplan,
         overlap=c.overlaps,
         tp_mode=c.tp_mode,
     )
@@ -1696,6 +1721,7 @@ def describe_plans(plans: list[Plan], hardware: Hardware) -> str:
             "",
             table(["memory of plan 1", f"{unit} per GPU"], memory),
             *float8_gain_in_words(best, hardware),
+            *graph_gain_in_words(best),
         ]
     )
 
@@ -1708,10 +1734,23 @@ def float8_gain_in_words(plan: Plan, hardware: Hardware) -> list[str]:
         return [f"Profile {hardware.profile.name} has no rates of products in float8."]
     seconds = step_seconds(hardware.est, replace(plan, products="dtype", keeps_casts=False))
     gain = sum(seconds.values()) / plan.step_s - 1
-    text = f"With products in float8, a step is predicted to be {gain:.1%} faster"
+    comparison = "slower" if gain < 0 else "faster"
+    text = f"With products in float8, a step is predicted to be {abs(gain):.1%} {comparison}"
     if gain < LEAST_FLOAT8_GAIN:
         text += ". That is little: the flag makes training less precise and gives hardly any speed"
     return [text + "."]
+
+
+def graph_gain_in_words(plan: Plan) -> list[str]:
+    """Return a line that says what --memplan on would give, if a plan could become a CUDA graph and
+    its GPU waits for the host."""
+    saved = plan.seconds["launches"] / plan.step_s
+    if not plan.on_one_stream or saved < LEAST_GRAPH_GAIN:
+        return []
+    return [
+        "The host launches kernels more slowly than the GPU runs them. With --memplan on, a step "
+        f"becomes a CUDA graph, which is predicted to take {saved:.1%} less time."
+    ]
 
 
 def why(c, plan, name):

@@ -645,6 +645,7 @@ VALUES = {  # the keys of a case line, and the values that each one takes, its d
     "chunks": (3, 1),  # token chunks per layer
     "optimizer": ("adamw", "muon"),  # for matrices; muon: examples/muon.py
     "moments": ("fp32", "bf16"),  # --moments
+    "sums": ("fp32", "dtype"),  # --grad-sums
     "products": ("dtype", "fp8"),  # --products
     "dtype": ("fp64", "bf16"),
     "device": ("cpu", "cuda"),
@@ -715,6 +716,7 @@ def plan_of(case: dict) -> costs.Plan:
         os_layout=value.layout,
         os_place=value.place,
         optimizer=value.optimizer if value.moments == "fp32" else "adamw-bf16",
+        grad_sums=value.sums,
         products=value.products,
         keeps_casts=value.products == "fp8" and value.p == 1,  # p > 1: while a layer runs
         activations=activations_of(value.keep, layers, value.chunks),
@@ -863,7 +865,11 @@ def assert_equals_plain(
 
     if case["dtype"] == "bf16" and case["micro"] > 1:
         if case["layout"] == "intra" and case["g"] == run.plan.state_ranks:
-            errors += find_rounded_gradients(states)
+            rounded = find_rounded_gradients(states)
+            if case["sums"] == "fp32":
+                errors += rounded
+            elif len(rounded) < len(states.sharded_params) / 2:  # others are frozen, or padding
+                errors.append("gradients were not rounded to bf16")
 
     if only_step is None or only_step == len(expected_steps) - 1:
         weights = {name: states.full_param(name).cpu() for name in expected_weights}
@@ -1379,6 +1385,7 @@ def refusal_reason(case: dict) -> str | None:
         dtype=value.dtype,
         optimizer=value.optimizer,
         moments=value.moments,
+        grad_sums=value.sums,
         products=value.products,
         document_token=END_TOKEN if value.docs else -1,
         attention=value.kernel,
@@ -1398,6 +1405,8 @@ def is_usable(case: dict) -> bool:
         return False  # rounding errors grow too large over so many layers
     if case["parts"] > 1 and case["pp"] == 1:
         return False  # without stages, parts would be ignored
+    if case["sums"] == "dtype" and case["micro"] == 1:
+        return False  # without several micro-batches, nothing would add up
     if case["chunks"] == 1 and keep is None:
         return False  # without token chunks, their number would be ignored
     if refusal_reason(case) is not None:
@@ -1512,7 +1521,12 @@ PICKED = [
 8 sp=8 model=mha g=4 os=4
 4 tied=1 pp=2 g=2 os=2 layout=inter                   # the owners of both copies are equal
 4 tied=1 pp=4 parts=2 micro=4 model=deep place=host
-4 tied=1 tp=2 pp=2 dtype=bf16 micro=2
+4 tied=1 tp=2 pp=2 dtype=bf16 micro=2 sums=dtype
+1 dtype=bf16 micro=4 sums=dtype                       # each product adds to the sum in bf16
+1 dtype=bf16 micro=2 sums=dtype keep=mixed tied=1     # chunks add up in float32 first
+1 dtype=bf16 micro=2 sums=dtype products=fp8 moments=bf16
+2 dtype=bf16 micro=2 sums=dtype p=2 g=2 os=2 block=norms
+2 dtype=bf16 micro=2 sums=dtype os=2 place=host frozen=some
 """.strip().splitlines()
 ]
 COVER = [
@@ -1539,9 +1553,10 @@ dtype=bf16 moments=bf16
   chunks=1 optimizer=muon
 2 frozen=some model=mha docs=1 groups=4 tp=2 mode=fsp layout=inter open=1 dtype=bf16 tied=1
 2 model=mqa block=norms micro=2 pp=2 parts=2 layout=inter keep=again optimizer=muon
-2 block=fork docs=1 micro=2 groups=2 g=2 os=2 layout=inter keep=no-o optimizer=muon dtype=bf16
+2 block=fork docs=1 micro=2 groups=2 g=2 os=2 layout=inter keep=no-o optimizer=muon dtype=bf16 \
+  sums=dtype
 2 model=mha block=norms sp=2 groups=4 layout=inter place=host keep=mixed dtype=bf16
-2 model=mha block=fork micro=2 pp=2 parts=2 place=host keep=kept dtype=bf16
+2 model=mha block=fork micro=2 pp=2 parts=2 place=host keep=kept dtype=bf16 sums=dtype
 2 model=mha block=fork layout=inter place=host open=1 keep=again optimizer=muon
 2 frozen=some model=mha block=fork docs=1 sp=2 groups=2 p=2 g=2 os=2 layout=inter place=host \
   keep=kept
@@ -1710,7 +1725,7 @@ def test_cases_cover_all_pairs_of_mechanisms():
     """
     resumes = RESUMES + WHOLE_RESUMES + TIED_RESUMES + FROZEN_RESUMES
     assert all(map(is_usable, CASES + EXAMPLES + resumes))
-    assert len(CASES + resumes) <= 170
+    assert len(CASES + resumes) <= 175
     for key, values in VALUES.items():
         # the block "gated" is no value of its key; tests of GPUs take "cuda" and "naive"
         assert {case[key] for case in CASES} - {"gated"} == set(values) - {"cuda", "naive"}, key

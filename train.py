@@ -254,11 +254,6 @@ class Config(Constraints):
     dtype: str = flag(
         "auto", "Dtype of weights and activations. auto: bf16 on GPUs, fp32 on a CPU.",
         among=("auto", *DTYPES))
-    memplan: str = flag(
-        "off", "on: plan the addresses of a step's tensors once. On one GPU that holds all model "
-        "states and all activations, a step also becomes a CUDA graph. Python does not run in such "
-        "a step, so your changes to it must not depend on the step or wait for the GPU.",
-        among=("off", "on"))
     timeout: float = flag(
         600.0, "Seconds that a collective waits for a rank before the run fails.", 1, 1e9)
     dry_run: bool = flag(False, "Print the best plans with their memory, and end without training.")
@@ -1053,17 +1048,6 @@ def self_test(run: Run) -> None:
         on_rank_0(hf.check_export, plan.model, run.meta["source"])
 
 
-def is_one_stream(run: Run) -> bool:
-    """Return whether a step runs on the compute stream only, because one GPU holds all model states
-    and all activations."""
-    return (
-        run.device.type == "cuda"
-        and dist.get_world_size() == 1
-        and run.plan.os_place == "gpu"
-        and run.plan.activations is None
-    )
-
-
 def build_model(run: Run, attention: Attention, groups: Groups) -> tuple[LLaMA | Pipeline, States]:
     """Build this rank's part of the model, and its model states. Raises ConfigError. A collective
     of all ranks.
@@ -1090,7 +1074,8 @@ def build_model(run: Run, attention: Attention, groups: Groups) -> tuple[LLaMA |
 
     # If a step runs on one stream only, nothing overlaps. The capture of a CUDA graph then must not
     # wait for other streams
-    overlaps = () if is_one_stream(run) else run.cfg.overlaps
+    on_one_stream = run.device.type == "cuda" and plan.on_one_stream
+    overlaps = () if on_one_stream else run.cfg.overlaps
     states = States(
         model,
         run.device,
@@ -1106,6 +1091,7 @@ def build_model(run: Run, attention: Attention, groups: Groups) -> tuple[LLaMA |
         storage=plan.os_place,
         optimizer=OPTIMIZERS[plan.optimizer],
         seed=run.cfg.seed,
+        wide_sums=plan.grad_sums == "fp32",
     )
     states.on_phase = mark  # tells --memplan where a layer's pass begins
     if plan.pp > 1:
@@ -1306,7 +1292,8 @@ def plan_memory(run: Run) -> StepMemory | None:
     """
     if run.cfg.memplan == "off":
         return None
-    return StepMemory(str(run.device), as_graph=is_one_stream(run))
+    as_graph = run.device.type == "cuda" and run.plan.on_one_stream
+    return StepMemory(str(run.device), as_graph=as_graph)
 
 
 def run_planned(

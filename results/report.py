@@ -548,6 +548,7 @@ def plan_of(row: dict) -> Plan:
         "os_layout",
         "os_place",
         "optimizer",
+        "grad_sums",
         "products",
         "keeps_casts",
     )

@@ -847,6 +847,24 @@ def test_first_layers_that_are_frozen_have_no_backward(trained, first, kept, gro
         assert len(layers.free_host_buffers) == 1
 
 
+def test_sums_of_gradients_in_bf16(group):
+    """States keep the sums of micro-batches in float32, or in bf16, and refuse too many in bf16.
+
+    Catches a sum that takes the memory of the other, and one that rounds all its summands away.
+    """
+    for wide, size in ((True, 4), (False, 2)):
+        with torch.device("meta"):
+            llama = model.LLaMA(SIZES["gqa"])
+        states = shard.States(llama, CPU, torch.bfloat16, micro_batches=2, wide_sums=wide)
+        sums = [param.grad_shard for param in states.sharded_params.values()]
+        assert {t.itemsize for t in sums} == {size}
+        assert states.bytes()["gradients"] == sum(t.nbytes for t in sums)
+    with torch.device("meta"):
+        llama = model.LLaMA(SIZES["gqa"])
+    with raises(ValueError, match="a sum of 129 micro-batches would round .* at most 128"):
+        shard.States(llama, CPU, torch.bfloat16, micro_batches=129, wide_sums=False)
+
+
 def test_states_of_frozen_weights_are_their_values(group):
     """A frozen weight has its values, and neither a gradient nor a state, in memory and in parts.
 

@@ -373,7 +373,7 @@ def test_planner_keeps_casts_where_they_fit():
     assert not best("llama3-8b", 2**13, 68)[0].keeps_casts  # there is no room on 80 GB
     _, text = best("1b", 2**19, 1)  # attention takes most of the time
     assert "That is little: " in text
-    assert "no rates of products in float8" in best("1b", 2**13, 32, "h200x8")[1]
+    assert "no rates of products in float8" in best("1b", 2**13, 32, "a800")[1]
 
 
 def test_bound_is_that_of_float8_products(monkeypatch):

@@ -50,6 +50,26 @@ LONG = "--batch 8 --seq 64K --p 8 --g 8 --os 8 --recompute none --os-place gpu -
 NODES = "--ranks 16 --batch 16 --seq 4K --micro-batch 1 --sp 1 --recompute none --overlap none"
 
 
+def test_planner_says_what_a_graph_gives():
+    """If the GPU waits for the host, the plan says what --memplan on gives, unless it is on, or a
+    step would be no graph. With it, the plan counts no launches.
+
+    Catches advice that a run cannot follow, and a prediction that --memplan on does not change.
+    """
+
+    def best(flags: str) -> tuple[float, str]:
+        text = ask(f"--model 1b --cluster h100x1 --ranks 1 --top 1 --host-memory 60G {flags}")
+        return float(re.search(r"^1 +([\d.]+)", text, re.MULTILINE)[1]), text
+
+    seconds, text = best("--seq 4K --batch 1")
+    saved = float(re.search(r"which is predicted to take ([\d.]+)% less time", text)[1])
+    graph_seconds, text = best("--seq 4K --batch 1 --memplan on")
+    assert "CUDA graph" not in text and " --memplan on " in text
+    assert graph_seconds == approx(seconds * (1 - saved / 100), rel=1e-2)
+    for flags in ("--seq 16K --batch 8", "--seq 4K --batch 1 --os-place host"):
+        assert "CUDA graph" not in best(flags)[1]
+
+
 @parametrize(
     "machine, flags, want",
     [
@@ -601,6 +621,10 @@ def test_planner_places_rings(tmp_path):
         (
             "--ranks 8 --pp 2 --batch 4 --resident-layers 32",
             "32: a virtual .* 12 layers; at most 12",
+        ),
+        (
+            "--ranks 1 --batch 512 --micro-batch 2 --grad-sums dtype",
+            "--micro-batch 2: --grad-sums dtype would round a sum of 256 .*--micro-batch 4",
         ),
         ("--ranks 2 --sp 1 --batch 5", "--batch 5: 2 data-parallel groups .* choice: --batch 4"),
         ("--top 0", "--top 0: choose a value from 1"),
