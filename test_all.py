@@ -1131,9 +1131,11 @@ def main(flags: str, picture: bool = False) -> None:
     """Run train.py in this process with QUICK_FLAGS and these flags.
 
     picture: draw loss.png at the end. This takes longer than the steps of a short run, so only tests
-    that look at the picture ask for it.
+    that look at the picture ask for it. Objects that exist at the start stay in garbage collection:
+    a process of tests has many runs, and would never free the cycles of the earlier ones.
     """
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train, "freeze_gc", lambda: None)
         if not picture:
             patch.setattr(train, "draw_losses", lambda log: None)
         train.main(f"{QUICK_FLAGS} {flags}".split())

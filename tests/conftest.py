@@ -1,7 +1,5 @@
 """Fixtures of all tests in this folder."""
 
-import gc
-
 import pytest
 
 # imported first, because it sets the number of threads before torch is imported
@@ -12,12 +10,6 @@ pytest.register_assert_rewrite("helpers")
 import numpy as np
 
 from helpers import hf_model
-
-
-def pytest_collection_finish():
-    """Leave what was imported out of each later garbage collection. train.py makes one per run."""
-    gc.collect()
-    gc.freeze()
 
 
 @pytest.fixture(scope="session")

@@ -17,4 +17,4 @@ import test_all  # noqa: F401
 
 data.package_files()  # the default data: it finds 2,000 files, and remembers them
 gc.collect()
-gc.freeze()  # train.py collects garbage at its start. It need not walk what was imported here
+gc.freeze()  # a later garbage collection need not walk what was imported here
