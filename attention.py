@@ -1026,7 +1026,6 @@ class Ring:
         return [dq.to(q.dtype), dk, dv]
 
 
-@torch.compiler.set_stance("force_eager")  # small shapes are not worth a compilation
 def check_ring(
     name: str, heads: int, kv_heads: int, head_dim: int, device: torch.device, dtype: torch.dtype
 ) -> None:
@@ -1044,7 +1043,9 @@ def check_ring(
     """
     refused = f"--attention {name} on a ring"
     try:
-        errors = ring_errors(KERNELS[name], heads, kv_heads, head_dim, device, dtype)
+        # Small shapes are not worth a compilation. This is no decorator: it imports the compiler.
+        with torch.compiler.set_stance("force_eager"):
+            errors = ring_errors(KERNELS[name], heads, kv_heads, head_dim, device, dtype)
     except Exception as e:  # in a rectangle a kernel does not know its heads (Mask.heads)
         raise ValueError(
             f"{refused}: the kernel fails when queries attend to the keys of another rank "

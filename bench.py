@@ -105,6 +105,7 @@ SHORT_SEQ = {"cuda": 4096, "cpu": 256}  # tokens of a short sequence, by device
 # Short sequences per rank in a step of table machine. A step of one sequence of 4K tokens would be
 # bound by the host, which launches its kernels, and by the update. Nobody trains like this
 SHORT_SEQS_PER_RANK = {"cuda": 16, "cpu": 4}
+QUICK_SECONDS = 4  # predicted for the step of the longest sequence, with --quick and on a CPU
 
 # ---------------------------------------------------------------------------- steps of a Config
 
@@ -830,7 +831,7 @@ def step_rows(bench: Bench, flags: str) -> list[Row]:
 def rows_of_largest_model(bench: Bench, flags: str, max_seconds: float) -> list[Row]:
     """Return two rows of the largest model that the GPUs hold: many short sequences per step, and
     the longest sequence whose step is predicted to take at most max_seconds. (For --quick and on a
-    CPU, 4 seconds.) The longest length per rank is a power of two times a short one.
+    CPU, QUICK_SECONDS.) The longest length per rank is a power of two times a short one.
 
     GPUs hold a model if its states and the activations of a micro-batch of short sequences fit, so
     that nothing is recomputed or swapped. The step is built and then runs two or three times, so
@@ -842,7 +843,7 @@ def rows_of_largest_model(bench: Bench, flags: str, max_seconds: float) -> list[
     max_params = math.inf
     if quick:
         max_params = 2e9 if bench.gpu else 1e7
-        max_seconds = 4
+        max_seconds = QUICK_SECONDS
 
     def best_plan(row_flags: str) -> costs.Plan | None:
         """Return the plan of these flags, None if they do not fit."""

@@ -41,8 +41,10 @@ tensor counts as all bytes from its first to its last element.
 import contextlib
 import functools
 import linecache
+import math
 import re
 import sys
+import weakref
 from collections import Counter, defaultdict
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -178,8 +180,9 @@ class Recorder(TorchDispatchMode):
         self.names = {}  # stream -> its name in messages
         self.stack = [COMPUTE]  # the current stream is the last one
         self.memory: dict[int, Memory] = {}  # by the address of the storage
-        self.shared: dict[int, Memory] = {}  # memory that another stream accesses, too
-        self.shared_numbers = set()  # the numbers of shared memory, also after it is freed
+        # the numbers of memory that another stream accesses, too, also after it is freed
+        self.shared_numbers = set()
+        self.freed: list[Memory] = []  # of these, what was freed since the last operation
         self.made = 0  # the last number given to a storage, a stream or an event
 
     def __enter__(self):
@@ -214,11 +217,9 @@ class Recorder(TorchDispatchMode):
 
     def note_freed(self) -> None:
         """Add a "free" for each shared memory that was freed since the last operation."""
-        gone = [key for key, memory in self.shared.items() if expired(memory.address)]
-        for key in gone:
-            memory = self.shared.pop(key)
-            if not memory.on_host:
-                self.trace.append(("free", memory.number, memory.stream))
+        while self.freed:
+            memory = self.freed.pop(0)
+            self.trace.append(("free", memory.number, memory.stream))
 
     def access(self, t: torch.Tensor, write: bool, stream: str, where: tuple = ()) -> None:
         """Add an access to all bytes of a tensor. where: the lines that make it."""
@@ -228,7 +229,8 @@ class Recorder(TorchDispatchMode):
         end = first + elements * t.itemsize
         if stream != memory.stream and memory.number not in self.shared_numbers:
             self.shared_numbers.add(memory.number)
-            self.shared[t.untyped_storage()._cdata] = memory
+            if not memory.on_host:
+                weakref.finalize(t.untyped_storage(), self.freed.append, memory)
         where = where or caller_lines()
         self.trace.append(("access", stream, memory.number, first, end, write, where))
 
@@ -418,8 +420,12 @@ def waiting_sites(trace: list[tuple]) -> set[tuple[str, int]]:
     return {e[3] for e in trace if e[0] in ("wait", "follow") and e[3] is not None}
 
 
-def find_races(trace: list[tuple], ignored_site: tuple[str, int] | None = None) -> Counter:
+def find_races(
+    trace: list[tuple], ignored_site: tuple[str, int] | None = None, most: float = math.inf
+) -> Counter:
     """Return the races of a trace, and how often each one occurs.
+
+    most: how many different races are enough. The search ends when it has found them.
 
     A race is (earlier access, later access), each of them (write, stream, lines). A later access
     ("free", stream, ()) means that the memory may be reused on the stream. ignored_site: the line
@@ -437,6 +443,8 @@ def find_races(trace: list[tuple], ignored_site: tuple[str, int] | None = None) 
     host_version, seen_host = 0, defaultdict(int)
     races = Counter()
     for kind, *rest in trace:
+        if len(races) >= most:
+            break
         if kind == "access":
             stream, number, first, end, write, where = rest
             clock = clocks[stream]

@@ -83,9 +83,10 @@ import os, runpy, sys
 folder, *commands = sys.argv[1:]
 os.chdir(folder)
 sys.path.insert(0, folder)
-import matplotlib.pyplot, torch
+import torch
 import checkpoint, hf, pipeline, planner, prepare, replay, tensor  # what train.py imports
-assert "examples" not in sys.modules
+assert not {"examples", "torch._dynamo"} & sys.modules.keys()
+import matplotlib.pyplot, torch._dynamo  # only to save time below
 for command in commands:  # each in a process of its own
     program, *flags = command.split()
     print("#", flush=True)
@@ -105,7 +106,8 @@ def test_one_import_in_train_switches_an_example_on(tmp_path):
     """In a copy of the project, one line in train.py switches on each example.
 
     Without the line its flag is refused by name, also in a run to resume. Catches an example that
-    needs more edits than its header says.
+    needs more edits than its header says. Catches also an import of PyTorch's compiler at a start,
+    which takes two seconds.
     """
     for file in ROOT.iterdir():
         if file.suffix == ".py" and file.name != "train.py" or file.name in ("examples", "results"):

@@ -102,7 +102,7 @@ def test_each_signal_ends_the_step_that_runs(number, tmp_path, monkeypatch, caps
     """
     handlers = [signal.getsignal(each) for each in STOP_SIGNALS]
     signal_in(monkeypatch, "wait_for_step", 3, number)
-    main(f"--steps 9 --eval-every 3 --save-every 3 --out {tmp_path}")
+    main(f"--steps 9 --eval-every 3 --save-every 3 --out {tmp_path}", picture=True)
     text, rows = capsys.readouterr().out, read_log(tmp_path)
     assert f"{number.name}: the run ends after this step. SIGQUIT" in text
     assert f"stopped by {number.name}: the run ends after step 3\n" in text

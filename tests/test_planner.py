@@ -668,9 +668,10 @@ def test_planner_refuses(flags, message, capsys):
 def test_planner_says_what_would_fit(flags, reason):
     """Nothing fits, for one reason, and each change that is named really does. Catches advice that
     does not help."""
-    text = ask(flags, 1)
+    output = json.loads(ask(f"{flags} --json", 1))
+    assert output["plans"] == []
+    text = output["text"]
     assert re.match(f"nothing fits: .*{reason}", text)
-    assert json.loads(ask(f"{flags} --json", 1))["plans"] == []
     changes = text.partition("what would fit, the smallest change first:\n")[2].splitlines()
     assert changes
     for change in changes:

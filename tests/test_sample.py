@@ -141,7 +141,8 @@ def test_a_checkpoint_has_the_run_s_validation_loss(flags, tmp_path):
     model = load(tmp_path).model
     corpus, _ = data.open_corpus(train.Config.data)
     _, validation = data.split(corpus, None, 32, 0)
-    windows = torch.stack([torch.from_numpy(validation.window(i).tokens) for i in range(64)])
+    count = train.EVAL_SEQUENCES
+    windows = torch.stack([torch.from_numpy(validation.window(i).tokens) for i in range(count)])
     losses = model(windows[:, :-1], windows[:, 1:].contiguous(), per_token=True)
     assert losses.mean().item() == approx(wanted, rel=1e-5)
 

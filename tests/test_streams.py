@@ -207,17 +207,17 @@ def check_order(cases: dict[str, tuple], folder: Path) -> None:
         recorder = record(case, extras, groups, folder / f"saves-{number}")
         trace = recorder.shared_trace()
 
-        def races(ignored_site=None) -> list[str]:
-            found = happens_before.find_races(trace, ignored_site)
+        def races(ignored_site=None, most=9) -> list[str]:
+            found = happens_before.find_races(trace, ignored_site, most)
             return [happens_before.describe(race, recorder.names) for race in found]
 
         races_without = {
-            f"{file}:{line_number}": races((file, line_number))[:2]
+            f"{file}:{line_number}": races((file, line_number), most=2)
             for file, line_number in sorted(happens_before.waiting_sites(trace))
         }
         results[line] = {
             "accesses": len(recorder.trace),
-            "races": races()[:9],
+            "races": races(),
             "races_without": races_without,
         }
     (folder / f"rank-{dist.get_rank()}").write_text(json.dumps(results))

@@ -42,7 +42,7 @@ def test_log_checkpoint_and_evaluation(tmp_path, capsys):
     out = tmp_path / "o"
     flags = f"--out {out} --save-every 2 --steps 7"
     main(f"{flags} --steps 0")
-    main(f"{flags} --eval-every 3 --resume --export {tmp_path}/hf")
+    main(f"{flags} --eval-every 3 --resume --export {tmp_path}/hf", picture=True)
     text, rows = capsys.readouterr().out, read_log(out)
     keys = "step loss grad_norm lr tgs mfu_causal mfu_full gpu_gib host_gib seconds".split()
     assert [r["step"] for r in rows] == list(range(1, 8)) and all(set(keys) <= set(r) for r in rows)
@@ -69,7 +69,7 @@ def test_last_lines_say_what_to_open_and_try(tmp_path, capsys):
     """
 
     def last_lines(flags: str) -> list[str]:
-        main(f"--steps 2 --out {tmp_path}/o {flags}")
+        main(f"--steps 2 --out {tmp_path}/o {flags}", picture=True)
         lines = capsys.readouterr().out.splitlines()
         (end,) = [i for i, line in enumerate(lines) if line.startswith("step 2/2 ")] or [-1]
         return [line for line in lines[end + 1 :] if not line.startswith("saved ")]
@@ -370,17 +370,20 @@ def test_eval_of_ranks_equals_one_model(tmp_path):
     Quarters 0 and 3 of a sequence lie on one rank of a pair, 1 and 2 on the other. In the end one
     pair has no sequence. Catches a loss at another position or of another rank.
     """
+    sequences = 14  # a batch has ten: the last four are those of one pair
     run(
         "--seq 96 --micro-batch 5 --batch 10 --dtype fp64 --steps 0 --eval-every 1 --sp 2 --ring 2 "
         f"--p 2 --g 2 --os 2 --data {ids_without_spaces(tmp_path / 'ids.bin')} --out {tmp_path}",
         4,
-        "ops.LOSS_ELEMENTS = 2**14",  # several pieces per loss
+        # several pieces per loss, two batches, and a picture
+        f"ops.LOSS_ELEMENTS = 2**14; train.EVAL_SEQUENCES = {sequences}\n"
+        "main = functools.partial(main, picture=True)",
     )
     (row,) = read_log(tmp_path)
     assert not list(tmp_path.glob("step-*")) and (tmp_path / "loss.png").exists()
     model = seeded_model(m.MODELS["tiny"])
     _, val = data.split(data.open_corpus(str(tmp_path / "ids.bin"))[0], None, 96, 0)
-    windows = torch.from_numpy(np.stack([val.window(i).tokens for i in range(64)]))
+    windows = torch.from_numpy(np.stack([val.window(i).tokens for i in range(sequences)]))
     labels = windows[:, 1:]
     want = F.cross_entropy(model(windows[:, :-1]).transpose(1, 2), labels, reduction="none")
     want = want.detach().masked_fill(labels == 32, torch.nan)
