@@ -221,7 +221,7 @@ REFUSED = [
         "--init cannot change on resume, .* began with --init hf:/.*",
     ),
     (
-        "train.py --model auto --seq 1M",
+        "train.py --device auto --seq 1M",
         "--seq 1048576: there is no GPU here.* --device cpu .* or --seq 16384",
     ),
     # ---- bench.py
