@@ -357,7 +357,25 @@ def compare_split_layer(
 
     y, dx = run(whole, x, dy, positions)
     with ThreadPoolExecutor(2) as pool:
-        (y0, dx0), (y1, dx1) = pool.map(run_half, range(2))
+        futures = [pool.submit(run_half, tp_rank) for tp_rank in range(2)]
+    # a rank whose barrier is broken only waited for the other one, which has failed
+    errors = [future.exception() for future in futures]
+    causes = [e for e in errors if e and not isinstance(e, threading.BrokenBarrierError)]
+    if causes and isinstance(causes[0], ValueError):
+        raise causes[0]
+    if causes:  # a fork's layer may raise anything
+        advice = "Nearest legal choice: --tp 1"
+        if splits_tokens:
+            advice = (
+                "In this mode x has only the rank's own tokens, and attention's output o has all "
+                "tokens, so a layer cannot multiply one by the other. "
+                "Nearest legal choice: --tp-mode mtp"
+            )
+        raise ValueError(
+            f"--tp with --tp-mode {mode}: a layer that is split between two ranks does not run: "
+            f"{type(causes[0]).__name__}: {causes[0]}. {advice}"
+        ) from causes[0]
+    (y0, dx0), (y1, dx1) = (future.result() for future in futures)
 
     # name of a tensor -> its value from the two ranks, its value from the whole layer
     if splits_tokens:  # each rank has its own tokens
