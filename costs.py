@@ -560,14 +560,29 @@ def skeletal_bytes(plan: Plan) -> LayerBytes:
     """
     cfg, e, tokens = plan.local_model, plan.dtype.itemsize, plan.tokens
     q, kv = plan.q_kv_widths
-    trace = trace_block(cfg, tokens, plan.dtype, None, plan.tp, plan.tp_mode)
+    trace = trace_block(cfg, tokens, plan.dtype)
 
-    x = plan.tokens_between_products * cfg.dim * e
-    if plan.tp_mode == "msp" and plan.splits_tokens and not trace.saves_x:
-        x = 0  # only x of all tokens is saved, which is among the others
+    x = tokens * cfg.dim * e
     attn = tokens * (q * e + cfg.heads * plan.accum_bytes)
     others = tokens * (q + kv) * e + sum(t.nbytes for t in trace.pre + trace.post)
+
+    if plan.tp_mode == "fsp":  # a rank saves x and h of its own tokens only
+        # 1 / rms is also saved for its own tokens only. We count it for all tokens: 8 bytes each
+        on_other_ranks = x - x / plan.tp  # bytes of x, and as many of h
+        return x - on_other_ranks, attn, others - on_other_ranks
+    if plan.splits_tokens and has_whole_matrices(llama.block_class(cfg), cfg):
+        # msp saves x and h of all tokens, for the matrices that are split. The other matrices, such
+        # as adapters or a router, save x and h of the rank's own tokens
+        others += 2 * x / plan.tp
     return x, attn, others
+
+
+@functools.cache
+def has_whole_matrices(block_class: type, cfg: ModelConfig) -> bool:
+    """Return whether a block has matrices of C columns that --tp does not split."""
+    with torch.device("meta"):
+        matrices = matrices_of(block_class(cfg))
+    return any(matrix.cut == "whole" and matrix.shape[1] == cfg.dim for matrix in matrices)
 
 
 def swapped_inputs_and_outputs(plan):

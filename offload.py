@@ -90,11 +90,9 @@ from ops import (
     CustomGradient,
     Matrix,
     Positions,
-    Prologue,
     _ChunkInputs,
     accumulation_dtype,
     deferred_weight_grads,
-    identity,
     recomputation,
     run_detached,
     unread_product,
@@ -214,7 +212,6 @@ class SavedLayer:
         self.tensors: dict[str | int, Tensor] = {"x": x}
         # of tensors that a second operator saves, too. They are stored once
         self.bytes_saved_again: list[int] = []
-        self.saves_x = False  # whether an operator saves x itself
         # by storage_id: the number of a stored tensor. Used only until the layer is offloaded
         self.number_of_storage: dict[int, int] = {}
         self.on_host: dict[str | int, Tensor] = {}  # the host buffer's views of these tensors
@@ -255,7 +252,6 @@ class SavedLayer:
             if storage_id(t) in layer.never_swapped:
                 return t
             name = layer.name_of_stored(t)
-            layer.saves_x |= name == "x"
             if name is None:
                 name, t = layer.store(t)
             else:
@@ -323,27 +319,20 @@ class BlockTrace(NamedTuple):
     most_saved_again: int
     unread_product: str  # name of the Matrix whose product recomputation may skip; "": none
     stray_tensors: list[str]  # attributes with tensors that are neither parameters nor buffers
-    saves_x: bool  # whether an operator saves x itself, and not only what is gathered from it
 
 
 def trace_block(
-    cfg: ModelConfig,
-    tokens: int,
-    dtype: torch.dtype,
-    block: llama.Block | None = None,
-    tp: int = 1,
-    tp_mode: str = "mtp",
+    cfg: ModelConfig, tokens: int, dtype: torch.dtype, block: llama.Block | None = None
 ) -> BlockTrace:
     """Return what autograd saves of a chunk of `tokens` tokens, beside x, o, q, k and v.
 
     A new block runs on meta tensors, which have shapes but no data. So this takes no memory of the
     GPU and hardly any time. The new block is of the same class as `block`, and has the same
-    tensor-parallel slices of matrices and the same frozen weights. block=None: a whole one of sizes
-    `cfg`, whose x has tokens / tp tokens if tp_mode is msp or fsp. Raises ValueError if the block
-    needs data.
+    tensor-parallel slices of matrices and the same frozen weights. block=None: a whole one. Raises
+    ValueError if the block needs data.
     """
     if block is None:
-        return _trace_block(llama.block_class(cfg), (), cfg, tokens, dtype, (), tp, tp_mode)
+        return _trace_block(llama.block_class(cfg), (), cfg, tokens, dtype)
     tp_slices = tuple(matrix.tp_slice for matrix in matrices_of(block))
     frozen = tuple(not p.requires_grad for p in block.parameters())
     return _trace_block(type(block), tp_slices, cfg, tokens, dtype, frozen)
@@ -353,39 +342,9 @@ def matrices_of(block: torch.nn.Module) -> list[Matrix]:
     return [module for module in block.modules() if isinstance(module, Matrix)]
 
 
-def exchange_shapes(block: llama.Block, tokens: int, own: int, tp_mode: str) -> None:
-    """Let a block on the meta device have the shapes that exchanges of tokens give it in tp_mode
-    msp or fsp (tensor.TensorParallel). own: how many of the tokens its x has."""
-
-    def with_tokens(count: int) -> Callable:
-        def resize(t):
-            return t.new_empty(*t.shape[:-2], count, t.shape[-1])
-
-        return lambda t, unread=False: CustomGradient.apply(t, resize, identity)
-
-    def gather_after(prologue: Prologue) -> Prologue:
-        def forward(*inputs):
-            a, *extras = prologue.forward(*inputs)
-            return a.new_empty(*a.shape[:-2], tokens, a.shape[-1]), *extras
-
-        return replace(prologue, forward=forward)
-
-    for matrix in matrices_of(block):
-        if matrix.cut == "columns":
-            matrix.tp_output = with_tokens(own)
-        elif matrix.cut == "rows" and tp_mode == "msp":
-            matrix.tp_input = with_tokens(tokens)
-        elif matrix.cut == "rows":
-            matrix.tp_prologue = gather_after
-
-
 @functools.cache
-def _trace_block(
-    block_class, tp_slices, cfg, tokens, dtype, frozen=(), tp=1, tp_mode="mtp"
-) -> BlockTrace:
+def _trace_block(block_class, tp_slices, cfg, tokens, dtype, frozen=()) -> BlockTrace:
     accum_dtype = accumulation_dtype(dtype)
-    splits_tokens = tp > 1 and tp_mode != "mtp"
-    own = tokens // tp if splits_tokens else tokens  # tokens of x
     with torch.device("meta"), torch.utils._python_dispatch._disable_current_modes():
         block = block_class(cfg)
         for matrix, tp_slice in zip(matrices_of(block), tp_slices):
@@ -398,12 +357,9 @@ def _trace_block(
             p.data = p.data.to(dtype if is_matrix else accum_dtype)
 
         cos, sin = torch.empty(2, tokens, cfg.head_dim // 2, dtype=accum_dtype).unbind()
-        if splits_tokens:
-            exchange_shapes(block, tokens, own, tp_mode)
-        qkv_positions = torch.empty(tokens, dtype=torch.int64)
-        x_positions = torch.empty(own, dtype=torch.int64)
+        qkv_positions, x_positions = torch.empty(2, tokens, dtype=torch.int64).unbind()
         positions = Positions(cos, sin, qkv_positions, x_positions)
-        x = torch.empty(1, own, cfg.dim, dtype=dtype)
+        x = torch.empty(1, tokens, cfg.dim, dtype=dtype)
         root = torch.zeros((), requires_grad=True)  # so that autograd makes a graph
 
         saved = SavedLayer(block, positions, x)
@@ -413,7 +369,6 @@ def _trace_block(
             q, _, _ = block.pre(*inputs, positions)
             check_unchanged("pre", [(x, version)])
             pre = saved.numbered_tensors()
-            saves_x = saved.saves_x
 
         o = torch.empty_like(q)
         saved = SavedLayer(block, positions, x)
@@ -431,7 +386,6 @@ def _trace_block(
             check_unchanged("post", versions)
             unread = unread_product(y)
             post = saved.numbered_tensors()
-            saves_x |= saved.saves_x
             most_saved_again = max(saved.bytes_saved_again, default=0)
 
     names = {module: name for name, module in block.named_modules()}
@@ -439,7 +393,7 @@ def _trace_block(
     for module in block.modules():
         attributes = vars(module) | vars(type(module))  # parameters and buffers are not among them
         stray_tensors += [name for name, value in attributes.items() if isinstance(value, Tensor)]
-    return BlockTrace(pre, post, most_saved_again, names.get(unread, ""), stray_tensors, saves_x)
+    return BlockTrace(pre, post, most_saved_again, names.get(unread, ""), stray_tensors)
 
 
 # ---------------------------------------------------------------------------- the layers

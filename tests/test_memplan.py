@@ -504,19 +504,6 @@ def test_counted_memory_of_frozen_weights(frozen, name, ranks, seq, factors, kep
 
 
 @slow
-@parametrize("tp, mode", [(4, "mtp"), (4, "msp"), (4, "fsp"), (2, "fsp")])
-def test_counted_memory_of_norms_between_exchanges(tp, mode):
-    """The planner counts what a Gemma block saves behind an exchange: own tokens in msp and fsp.
-
-    Catches the inputs of its two last norms that are counted for all tokens of the group.
-    """
-    model = replace(m.MODELS["7b"], layers=4, architecture="gemma")
-    plan = swapping_plan(model, tp, 2**15, (1, 1, 1), (), sp=1, tp=tp, tp_mode=mode, chunk=2**14)
-    requests, lasting, counted = simulate_step(plan)
-    assert 0.999 <= counted / (lasting + peak_alive(requests)) <= 1.01
-
-
-@slow
 @parametrize(
     "name, seq, factors, kept, chunk",
     [
