@@ -360,9 +360,6 @@ def as_on_a_gpu(one_kernel: Callable):
             patch.setattr(owner, name, one_kernel()(getattr(owner, name)))
         # a norm's Prologue holds the function for backward as it was when the Prologue was made
         patch.setattr(m, "norm_prologue", ops.norm_prologue.__wrapped__)
-        geglu = examples.gelu.GEGLU  # so does that of an example
-        one_geglu = replace(geglu, backward=one_kernel()(geglu.backward))
-        patch.setattr(examples.gemma, "GEGLU", one_geglu)
         patch.setattr(streams.CommStream, "after_compute", after_compute)
         patch.setattr(attention.Exchange, "map_memory", map_memory)
         yield
