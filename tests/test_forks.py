@@ -262,6 +262,41 @@ def test_a_layer_proves_that_it_may_be_split(mode, monkeypatch):
             tensor.check_tensor_parallel(model.MODELS["7b"], mode)
 
 
+class GateBesideHeads(model.Block):
+    """A layer whose gate of x needs the same tokens as attention's output."""
+
+    def post(self, x, o, positions):
+        return super().post(x, o * x.mean(-1)[..., None, None], positions)
+
+
+class TokensInPairs(model.Block):
+    """A layer that needs an even number of tokens of x, but a rank has three of six."""
+
+    def pre(self, x, positions):
+        return super().pre(x.unflatten(1, (-1, 2)).flatten(1, 2), positions)
+
+
+class NamesTokens(model.Block):
+    """A layer that fails for a reason of its own on some tokens."""
+
+    def post(self, x, o, positions):
+        return super().post(x + {6: 0.0}[x.shape[1]], o, positions)
+
+
+@parametrize("mode", ["msp", "fsp"])
+def test_a_layer_that_needs_all_tokens_is_refused(mode, monkeypatch):
+    """A layer that cannot run on a part of the tokens is refused by a sentence that names the mode.
+
+    Tensor modes msp and fsp give x of a rank's own tokens and o of all tokens. Catches a run that
+    ends by a traceback about shapes, and a rank whose error hides behind another rank's wait.
+    """
+    for block in (GateBesideHeads, TokensInPairs, NamesTokens):
+        monkeypatch.setattr(model, "Block", block)
+        with raises(ValueError, match=f"--tp-mode {mode}: .*does not run.*legal.*--tp-mode mtp"):
+            tensor.check_tensor_parallel(model.MODELS["7b"], mode)
+        tensor.check_tensor_parallel(model.MODELS["7b"], "mtp")
+
+
 # ---------------------------------------------------------------------------- optimizers
 
 
