@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_leaves
 
 import attention
 import costs
+import fp8
 import memplan
 import model as m
 import offload
@@ -348,16 +349,21 @@ def as_on_a_gpu(one_kernel: Callable):
         for module in (train, shard):
             patch.setattr(module, "all_or_none", lambda check, *args: check(*args))
 
-        # Functions that are one kernel on a GPU: compiled ones, and products that cast on a CPU.
+        # Functions that are one kernel on a GPU: compiled ones, products that cast on a CPU, and
+        # those of float8, which a CPU emulates.
         fused = [(shard.States, "update_param")]
+        fused += [(ops, "matmul_fp32"), (ops, "weight_grad_into")]
+        fused += [(fp8, "largest_values"), (fp8, "cast_both"), (fp8, "product")]
         fused += [
             (module, name)
-            for module in (m, ops, optim, shard, attention)
+            for module in (m, ops, optim, shard, attention, fp8)
             for name, fn in vars(module).items()
-            if getattr(fn, "is_compiled", False) or name in ("matmul_fp32", "weight_grad_into")
+            if getattr(fn, "is_compiled", False)
         ]
         for owner, name in fused:
             patch.setattr(owner, name, one_kernel()(getattr(owner, name)))
+        cast_after = fp8.prologue_with_cast.__wrapped__
+        patch.setattr(fp8, "prologue_with_cast", lambda f: one_kernel()(cast_after(f)))
         # a norm's Prologue holds the function for backward as it was when the Prologue was made
         patch.setattr(m, "norm_prologue", ops.norm_prologue.__wrapped__)
         patch.setattr(streams.CommStream, "after_compute", after_compute)
@@ -461,6 +467,29 @@ def test_counted_memory_is_what_a_step_needs(name, ranks, seq, factors, kept, ch
     requests, lasting, counted = simulate_step(plan)
     simulated = lasting + peak_alive(requests)
     assert 0.999 <= counted / simulated <= 1.08
+
+
+@slow
+@parametrize(
+    "name, ranks, seq, factors, kept, choices",
+    [
+        ("1b", 1, 2**13, (1, 1, 1), (), {"batch": 2, "keeps_casts": True}),
+        ("llama3-8b", 1, 2**16, (1, 1, 1), (4, 4, 2, 2, 3), {}),
+        ("7b", 2, 2**15, (2, 2, 2), (4, 2, 4, 4), {"sp": 1, "batch": 4, "micro_batch": 1}),
+        ("7b", 4, 2**16, (1, 1, 1), (4, 4, 2, 5), {"sp": 1, "tp": 4, "tp_mode": "mtp"}),
+    ],
+)
+def test_counted_memory_of_float8(name, ranks, seq, factors, kept, choices):
+    """The planner counts the casts of activations and of weights: whole layers and token chunks,
+    casts that last for a layer and for a step, gathered weights, and split matrices.
+
+    Catches an operand that is counted in bf16, and a cast that outlives its product.
+    """
+    model = replace(m.MODELS[name], layers=4)
+    choices = {"chunk": 2**14, "products": "fp8", **choices}
+    plan = swapping_plan(model, ranks, seq, factors, kept, **choices)
+    requests, lasting, counted = simulate_step(plan)
+    assert 0.995 <= counted / (lasting + peak_alive(requests)) <= 1.02
 
 
 @slow
