@@ -1043,7 +1043,8 @@ def check_ring(
     """
     refused = f"--attention {name} on a ring"
     try:
-        # Small shapes are not worth a compilation. This is no decorator: it imports the compiler.
+        # small shapes are not worth a compilation. (As a decorator, this would import the compiler
+        # whenever this file is imported, which takes a second)
         with torch.compiler.set_stance("force_eager"):
             errors = ring_errors(KERNELS[name], heads, kv_heads, head_dim, device, dtype)
     except Exception as e:  # in a rectangle a kernel does not know its heads (Mask.heads)

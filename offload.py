@@ -770,8 +770,8 @@ class ChunkedLayers:
         # x gets a gradient from post (the residual path) and one from pre, by way of attention
         dx_of_post = []  # by chunk, (1, n, C); backward_post fills it
 
-        # attention calls it after it has launched the exchange of q, k, v and o, so that the backward
-        # of post hides the exchange
+        # attention calls it after it has launched the exchange of q, k, v and o, so that the
+        # backward of post hides the exchange
         def make_dout():
             return self.backward_post(saved, self.to_row(dy), dx_of_post)
 

@@ -1721,7 +1721,6 @@ def describe_plans(plans: list[Plan], hardware: Hardware) -> str:
             "",
             table(["memory of plan 1", f"{unit} per GPU"], memory),
             *float8_gain_in_words(best, hardware),
-            *graph_gain_in_words(best),
         ]
     )
 
@@ -1741,11 +1740,11 @@ def float8_gain_in_words(plan: Plan, hardware: Hardware) -> list[str]:
     return [text + "."]
 
 
-def graph_gain_in_words(plan: Plan) -> list[str]:
-    """Return a line that says what --memplan on would give, if a plan could become a CUDA graph and
-    its GPU waits for the host."""
+def graph_gain_in_words(c, plan: Plan) -> list[str]:
+    """Return a line that says what --memplan on would give, if a plan's step could become a CUDA
+    graph and its GPU waits for the host. (Steps with documents differ, so they take no graph.)"""
     saved = plan.seconds["launches"] / plan.step_s
-    if not plan.on_one_stream or saved < LEAST_GRAPH_GAIN:
+    if c.has_documents or not plan.on_one_stream or saved < LEAST_GRAPH_GAIN:
         return []
     return [
         "The host launches kernels more slowly than the GPU runs them. With --memplan on, a step "
@@ -1835,6 +1834,7 @@ def describe(c, hardware, plans, best_plans):
         describe_choices(c, plans, best),
         "",
         describe_plans(best_plans, hardware),
+        *graph_gain_in_words(c, best),
         "",
         describe_limits(c, hardware, best),
     ]

@@ -9,7 +9,7 @@ states) are legal if
 A model with P parameters in bf16, and AdamW's states in float32, takes per rank (section IV):
 
     2P/p     bytes of parameters
-    2P/g     bytes of gradients; 4P/g if several micro-batches accumulate (unless wide_sums=False)
+    2P/g     bytes of gradients; 4P/g if several micro-batches accumulate (see grad_sums)
     12P/os   bytes of optimizer states: the master weight and two moments
 
 Example: p = 2 and os = 4 on R = 8 ranks. The p-shards a and b are the halves of a matrix; a0 and a1
@@ -147,7 +147,8 @@ from streams import Buffer, CommStream, wait
 
 SHARD_ALIGN_ELEMENTS = 128  # shards start at multiples of it, for the fastest kernels and copies
 STREAMS = ("param_gather", "grad_scatter", "grad_reduce", "param_broadcast", "host_update")
-# with wide_sums=False: bf16 loses a summand below 1/512 of the sum. Equal summands stay far above it
+# with grad_sums="dtype". bf16 loses a summand that is smaller than 1/512 of the sum. The last of
+# 128 equal summands is 1/128 of it
 MOST_ROUNDED_SUMMANDS = 128
 
 # ---------------------------------------------------------------------------- factors
@@ -478,8 +479,8 @@ class States:
     storage: InitVar[str] = "gpu"  # where optimizer states are; or "host" (optim.HostStates)
     optimizer: Optimizer = ADAMW  # of matrices; its field `vectors` is that of vectors
     seed: int = 0  # of the run, for an optimizer that rounds at random
-    # whether gradients of several micro-batches add up in float32. False: in `dtype`
-    wide_sums: bool = True
+    # where gradients of several micro-batches add up: "fp32" (float32 or wider), or "dtype"
+    grad_sums: str = "fp32"
 
     def __post_init__(self, model: nn.Module, overlap: tuple[str, ...], storage: str):
         f = self.factors
@@ -493,12 +494,13 @@ class States:
         check_weights(model)
 
         self.accum_dtype = accumulation_dtype(self.dtype)
-        if not self.wide_sums and self.micro_batches > MOST_ROUNDED_SUMMANDS:
+        sums_wide = self.grad_sums == "fp32"
+        if not sums_wide and self.micro_batches > MOST_ROUNDED_SUMMANDS:
             raise ValueError(
-                f"wide_sums=False: a sum of {self.micro_batches} micro-batches would round too "
-                f"much. Choose at most {MOST_ROUNDED_SUMMANDS}"
+                f"grad_sums={self.grad_sums}: a sum of {self.micro_batches} micro-batches would "
+                f"round too much. Choose at most {MOST_ROUNDED_SUMMANDS}"
             )
-        wide = self.wide_sums and self.micro_batches > 1
+        wide = sums_wide and self.micro_batches > 1
         self.grad_dtype = self.accum_dtype if wide else self.dtype
         self.streams = {name: CommStream(self.device, name in overlap) for name in STREAMS}
         self.shapes, self.weight_init = model.shapes, model.weight_init

@@ -309,6 +309,31 @@ def kind_of(layer: "llama.Block") -> tuple:
     return type(layer), str(weights), str(constants)
 
 
+def on_two_threads(run_half: Callable, mode: str) -> list:
+    """Return run_half(0) and run_half(1), which wait for each other. Raises ValueError if one of
+    them fails, because a fork's layer may raise anything."""
+    with ThreadPoolExecutor(2) as pool:
+        futures = [pool.submit(run_half, tp_rank) for tp_rank in range(2)]
+    # a rank whose barrier is broken only waited for the other one, which has failed
+    errors = [future.exception() for future in futures]
+    causes = [e for e in errors if e and not isinstance(e, threading.BrokenBarrierError)]
+    if not causes:
+        return [future.result() for future in futures]
+    if isinstance(causes[0], ValueError):
+        raise causes[0]
+    advice = "Nearest legal choice: --tp 1"
+    if mode != "mtp":
+        advice = (
+            "In this mode x has only the rank's own tokens, and attention's output o has all "
+            "tokens, so a layer cannot multiply one by the other. "
+            "Nearest legal choice: --tp-mode mtp"
+        )
+    raise ValueError(
+        f"--tp with --tp-mode {mode}: a layer that is split between two ranks does not run: "
+        f"{type(causes[0]).__name__}: {causes[0]}. {advice}"
+    ) from causes[0]
+
+
 def compare_split_layer(
     whole: "llama.Block",
     halves: list["llama.Block"],
@@ -356,26 +381,7 @@ def compare_split_layer(
             raise
 
     y, dx = run(whole, x, dy, positions)
-    with ThreadPoolExecutor(2) as pool:
-        futures = [pool.submit(run_half, tp_rank) for tp_rank in range(2)]
-    # a rank whose barrier is broken only waited for the other one, which has failed
-    errors = [future.exception() for future in futures]
-    causes = [e for e in errors if e and not isinstance(e, threading.BrokenBarrierError)]
-    if causes and isinstance(causes[0], ValueError):
-        raise causes[0]
-    if causes:  # a fork's layer may raise anything
-        advice = "Nearest legal choice: --tp 1"
-        if splits_tokens:
-            advice = (
-                "In this mode x has only the rank's own tokens, and attention's output o has all "
-                "tokens, so a layer cannot multiply one by the other. "
-                "Nearest legal choice: --tp-mode mtp"
-            )
-        raise ValueError(
-            f"--tp with --tp-mode {mode}: a layer that is split between two ranks does not run: "
-            f"{type(causes[0]).__name__}: {causes[0]}. {advice}"
-        ) from causes[0]
-    (y0, dx0), (y1, dx1) = (future.result() for future in futures)
+    (y0, dx0), (y1, dx1) = on_two_threads(run_half, mode)
 
     # name of a tensor -> its value from the two ranks, its value from the whole layer
     if splits_tokens:  # each rank has its own tokens

@@ -441,10 +441,16 @@ def use_expandable_segments() -> None:
 
 def choose_device(cfg: Config, local_rank: int) -> torch.device:
     """Return this process's device, and make it the current one if it is a GPU. Raises ValueError
-    if this process has no GPU, or if PyTorch is too old."""
+    if this process has no GPU, if it falls back to a CPU that would take hours per step, or if
+    PyTorch is too old."""
     if torch.__version__ < "2.11":
         raise ValueError(f"torch {torch.__version__} is too old: train.py needs at least 2.11")
     gpus = torch.cuda.device_count()
+    if cfg.device == "auto" and not gpus and (cfg.seq or 0) > LONGEST_ON_CPU:
+        raise ValueError(
+            f"--seq {cfg.seq}: there is no GPU here, or PyTorch does not see it. A CPU would take "
+            f"hours for a step. Pass --device cpu if you want that, or --seq {LONGEST_ON_CPU}"
+        )
     if cfg.device == "cpu" or (cfg.device == "auto" and not gpus):
         return torch.device("cpu")
     if local_rank >= gpus:
@@ -483,12 +489,6 @@ def choose_model(cfg: Config, device: torch.device, resumed: checkpoint.Checkpoi
         imported, read_weights = hf.open_weights(cfg.import_folder, imported, cfg.untie)
     elif name == "auto" and not source:
         name = "tiny" if device.type == "cpu" else "7b"
-        if device.type == "cpu" and cfg.device == "auto" and (cfg.seq or 0) > LONGEST_ON_CPU:
-            raise ValueError(
-                f"--seq {cfg.seq}: there is no GPU here, or PyTorch does not see it. On a CPU the "
-                "model would be tiny, and a step of so many tokens would take hours. Pass "
-                f"--device cpu if you want that, or --seq {LONGEST_ON_CPU}"
-            )
     if cfg.untie and not source:
         raise ValueError(
             "--untie: it is for models that --init hf:DIR imports. Drop --untie, or name an import"
@@ -1022,6 +1022,8 @@ def print_plan(run: Run, other_plans: Sequence[costs.Plan] = ()) -> None:
     print0(f"plan: {plan_in_words(run.plan)}")
     if run.device.type == "cuda" or run.cfg.dry_run:
         print0(planner.describe_plans([run.plan, *other_plans], run.hardware))
+        for line in planner.graph_gain_in_words(run.cfg, run.plan):
+            print0(line)
 
 
 # ---------------------------------------------------------------------------- build
@@ -1100,7 +1102,7 @@ def build_model(run: Run, attention: Attention, groups: Groups) -> tuple[LLaMA |
         storage=plan.os_place,
         optimizer=OPTIMIZERS[plan.optimizer],
         seed=run.cfg.seed,
-        wide_sums=plan.grad_sums == "fp32",
+        grad_sums=plan.grad_sums,
     )
     states.on_phase = mark  # tells --memplan where a layer's pass begins
     if plan.pp > 1:

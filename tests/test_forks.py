@@ -887,17 +887,17 @@ def test_sums_of_gradients_in_bf16(group):
 
     Catches a sum that takes the memory of the other, and one that rounds all its summands away.
     """
-    for wide, size in ((True, 4), (False, 2)):
+    for grad_sums, size in (("fp32", 4), ("dtype", 2)):
         with torch.device("meta"):
             llama = model.LLaMA(SIZES["gqa"])
-        states = shard.States(llama, CPU, torch.bfloat16, micro_batches=2, wide_sums=wide)
+        states = shard.States(llama, CPU, torch.bfloat16, micro_batches=2, grad_sums=grad_sums)
         sums = [param.grad_shard for param in states.sharded_params.values()]
         assert {t.itemsize for t in sums} == {size}
         assert states.bytes()["gradients"] == sum(t.nbytes for t in sums)
     with torch.device("meta"):
         llama = model.LLaMA(SIZES["gqa"])
     with raises(ValueError, match="a sum of 129 micro-batches would round .* at most 128"):
-        shard.States(llama, CPU, torch.bfloat16, micro_batches=129, wide_sums=False)
+        shard.States(llama, CPU, torch.bfloat16, micro_batches=129, grad_sums="dtype")
 
 
 def test_states_of_frozen_weights_are_their_values(group):

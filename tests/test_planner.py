@@ -66,7 +66,8 @@ def test_planner_says_what_a_graph_gives():
     graph_seconds, text = best("--seq 4K --batch 1 --memplan on")
     assert "CUDA graph" not in text and " --memplan on " in text
     assert graph_seconds == approx(seconds * (1 - saved / 100), rel=1e-2)
-    for flags in ("--seq 16K --batch 8", "--seq 4K --batch 1 --os-place host"):
+    no_graph = ("--seq 16K --batch 8", "--batch 1 --os-place host", "--batch 1 --document-token 0")
+    for flags in no_graph:
         assert "CUDA graph" not in best(flags)[1]
 
 
