@@ -503,21 +503,21 @@ PEERS = {"fsdp2": fsdp2_step, "transformers": transformers_step}  # by a label's
 
 
 def clock(bench: Bench, step: Callable, repeats: int) -> float:
-    """Return the median seconds between the ends of two steps' computation. As in train.py, a step
-    starts while the previous step's copies and broadcasts still run."""
+    """Return the median seconds between the ends of two steps' computation, of `repeats` steps after
+    one that does not count. As in train.py, a step starts while the previous step's copies and
+    broadcasts still run."""
     gc.collect()
     gc.freeze()  # as train.py does
-    times = []
+    ends = []
     try:
-        for _ in range(repeats):
-            start = time.perf_counter()
+        for _ in range(1 + repeats):
             step()
             if bench.gpu:
                 torch.cuda.current_stream().synchronize()
-            times.append(time.perf_counter() - start)
+            ends.append(time.perf_counter())
     finally:
         gc.unfreeze()
-    return statistics.median(times)
+    return statistics.median(end - start for start, end in itertools.pairwise(ends))
 
 
 def device_seconds(bench: Bench, work: Callable) -> float:
@@ -666,13 +666,14 @@ def time_step(bench: Bench, step: Step) -> float:
     repeats = max(1, min(10 if bench.gpu else 3, int(20 / step.run.plan.step_s)))
     if step.memory:
         warm_up = 4  # the third step is recorded, and the fourth may be captured as a CUDA graph
-    else:
+    elif repeats > 1:
         warm_up = 3 if repeats > 5 else 1
+    else:
+        warm_up = 0  # the step that `clock` does not count is long enough
     for _ in range(warm_up):
         step()
-    if repeats > 1:
+    if warm_up:
         release(bench)
-        step()
     return clock(bench, step, repeats)
 
 
