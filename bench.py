@@ -661,9 +661,14 @@ def build_step(row: Row, run: Run) -> Step:
     return PEERS[row.peer](run, options)
 
 
+def timed_steps(bench: Bench, run: Run) -> int:
+    """Return how many steps of a row are timed: about 20 seconds of them, and at least one."""
+    return max(1, min(10 if bench.gpu else 3, int(20 / run.plan.step_s)))
+
+
 def time_step(bench: Bench, step: Step) -> float:
     """Warm a step up, and return its median seconds. A collective."""
-    repeats = max(1, min(10 if bench.gpu else 3, int(20 / step.run.plan.step_s)))
+    repeats = timed_steps(bench, step.run)
     if step.memory:
         warm_up = 4  # the third step is recorded, and the fourth may be captured as a CUDA graph
     elif repeats > 1:
@@ -713,6 +718,7 @@ def measure_row(bench: Bench, row: Row, look: Callable) -> dict:
         if math.isfinite(seconds):
             result |= run.plan.rates(seconds, run.hardware.profile.peak_flops)
             result |= {"step_s": seconds, "bound_ratio": kernels / seconds}
+            result["timed_steps"] = timed_steps(bench, run)
         result["oom"] = math.isinf(seconds)
         if bench.gpu:
             result["gpu_gib"] = max(gather_objects(train.gpu_peak_gib()))
