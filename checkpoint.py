@@ -55,7 +55,7 @@ import shutil
 import threading
 import time
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -126,12 +126,12 @@ def write_states(folder: Path, parts: dict[str, StatePart]) -> dict[str, list[in
     parts: this rank's part of each state, by the state's name; those with `saved_here` are written.
     Only one file's tensors are on the host at a time. While a file is written, other threads
     compute the checksums of the files before it."""
-    sizes = {name: part.values.nbytes for name, part in parts.items() if part.saved_here}
+    sizes = {name: part.nbytes for name, part in parts.items() if part.saved_here}
     checksums = {}
     with ThreadPoolExecutor() as pool:
         for i, names in enumerate(pack(sizes)):
             path = folder / f"rank-{dist.get_rank():05d}-{i}.safetensors"
-            tensors = {name: parts[name].values.cpu() for name in names}
+            tensors = {name: parts[name].read() for name in names}
             positions = {name: position_text(parts[name]) for name in names}
             write_tensors(tensors, path, positions)
             checksums[path] = pool.submit(checksum, path)
@@ -391,13 +391,14 @@ def read_states(saved: Checkpoint, parts: dict[str, StatePart]) -> None:
                 "of another model or optimizer. Drop --model and --optimizer"
             )
         if part.tp_slice in state.parts:  # saved from the same slice
-            fill(part.values, state.parts[part.tp_slice], part.start)
+            for index, elements in overlapping(state.parts[part.tp_slice], part.start, part.count):
+                part.write(elements, index)
         else:
             with one_at_a_time:
-                whole = read_whole(state, part.values.dtype)
+                whole = read_whole(state, part.dtype)
                 local = whole if part.tp_slice is None else part.tp_slice.extract(whole)
-                part.values.copy_(part.select(local))
-        if not is_finite(part.values):
+                part.write(part.select(local))
+        if not all(map(is_finite, part.pieces(part.stored.device))):
             raise ValueError(
                 f"--resume: {saved.folder}: {name} has values that are not finite; name another "
                 "checkpoint in the same folder, if there is one"
@@ -408,18 +409,24 @@ def read_states(saved: Checkpoint, parts: dict[str, StatePart]) -> None:
 
 
 def fill(values: Tensor, parts: list[SavedPart], first: int) -> None:
-    """Set values (n,) to the elements [first, first + n) of a flat tensor that is saved in parts.
+    """Set values (n,) to the elements [first, first + n) of a flat tensor that is saved in parts."""
+    for index, elements in overlapping(parts, first, len(values)):
+        values[index : index + len(elements)].copy_(elements)
+
+
+def overlapping(parts: list[SavedPart], first: int, n: int) -> Iterator[tuple[int, Tensor]]:
+    """Yield what the saved parts of a flat tensor have of its elements [first, first + n), as
+    (index of the first one - first, elements).
 
     a saved part   start |---------------| start + count
-    values                     first |--------------------| first + n
-    copied                           |---|
+    wanted                     first |--------------------| first + n
+    yielded                          |---|
     """
     for part in parts:
         begin = max(first, part.start)
-        end = min(first + len(values), part.start + part.count)
+        end = min(first + n, part.start + part.count)
         if begin < end:
-            overlap = part.elements[begin - part.start : end - part.start]
-            values[begin - first : end - first].copy_(overlap)
+            yield begin - first, part.elements[begin - part.start : end - part.start]
 
 
 def read_whole(state: SavedState, dtype: torch.dtype) -> Tensor:
@@ -520,7 +527,12 @@ class Saver:
         if self.room is None:
             return
         parts = self.states.state_parts()
-        tensors = {name: part.values for name, part in parts.items() if part.saved_here}
+        tensors = {
+            (name, field): tensor
+            for name, part in parts.items()
+            if part.saved_here
+            for field, tensor in part.tensors().items()
+        }
         size = buffer_bytes(tensors)
         if size > self.room:
             raise MemoryError(
@@ -544,10 +556,11 @@ class Saver:
         self.folder = self.out / f"step-{meta['step']:08d}.tmp"
         parts = self.states.state_parts()
         if self.room is not None:  # a copy to page-locked memory runs at the full speed of PCIe
-            parts = {
-                name: replace(parts[name], values=copy.copy_(parts[name].values))
-                for name, copy in self.copies.items()
-            }
+            copied = {}
+            for (name, field), copy in self.copies.items():
+                copy.copy_(parts[name].tensors()[field])
+                copied[name] = replace(copied.get(name, parts[name]), **{field: copy})
+            parts = copied
         self.job = self.thread.submit(write_states, self.folder, parts)
         self.job.add_done_callback(lambda _: self.take_time())
         if self.room is None:

@@ -91,7 +91,7 @@ from hardware import Profile, interpolate, interpolate_twice, nearest_host
 from model import ModelConfig, flops_per_token
 from offload import ActivationPlan, matrices_of, trace_block
 from ops import LOSS_ELEMENTS, accumulation_dtype
-from optim import ADAMW, OPTIMIZERS, PIECE_BUFFERS, PIECE_ELEMENTS, Optimizer
+from optim import ADAMW, OPTIMIZERS, PIECE_BUFFERS, PIECE_ELEMENTS, REST, Optimizer
 from shard import STREAMS, Factors
 
 # ---------------------------------------------------------------------------- plans
@@ -262,8 +262,8 @@ class Plan:
 
     @property
     def optimizer_bytes_per_param(self) -> int:
-        """Return the bytes of optimizer states per parameter."""
-        return OPTIMIZERS[self.optimizer].bytes_per_parameter(accumulation_dtype(self.dtype))
+        """Return the bytes of optimizer states per parameter, where they are stored."""
+        return OPTIMIZERS[self.optimizer].bytes_per_parameter(self.dtype, self.os_place)
 
     @property
     def virtual_stage_layers(self) -> int:
@@ -997,13 +997,16 @@ def weight_buffer_bytes(plan: Plan) -> dict[str, float]:
 
 def streaming_buffer_bytes(plan: Plan) -> float:
     """Return the bytes of the buffers through which optimizer states stream from the host and back
-    (optim.HostStates.stream_through)."""
+    (optim.HostStates). If the host stores only the rest of the master weights, one more buffer has
+    the joined master weight of a piece."""
     f = plan.factors
     shards = f.p if plan.os_layout == "inter" else f.os
     elements = largest_trained_matrix(plan) / shards
     if not OPTIMIZERS[plan.optimizer].whole:  # it updates a matrix in pieces
         elements = min(elements, PIECE_ELEMENTS)
-    return PIECE_BUFFERS * plan.optimizer_bytes_per_param * elements
+    stored = OPTIMIZERS[plan.optimizer].stored_dtypes(plan.dtype, plan.os_place)
+    joined = torch.float32.itemsize if REST in stored else 0
+    return (PIECE_BUFFERS * plan.optimizer_bytes_per_param + joined) * elements
 
 
 def memory_of_states(plan: Plan) -> tuple[dict[str, float], dict[str, float]]:
@@ -1608,13 +1611,18 @@ def unit_seconds(est, plan, matrices, trained_shares):
     return seconds
 
 
-def update_bytes(dtype: torch.dtype, optimizer: Optimizer = ADAMW) -> int:
-    """Return the bytes per parameter that an optimizer reads and writes.
+def update_bytes(dtype: torch.dtype, optimizer: Optimizer = ADAMW, place: str = "gpu") -> int:
+    """Return the bytes per parameter that an update reads and writes in GPU memory. place: where the
+    states are stored, "gpu" or "host".
 
     AdamW reads a gradient, the master weight and two moments. It writes a weight, the master weight
-    and two moments.
+    and two moments. If the host stores only the rest of the master weight, joining and splitting it
+    take 16 bytes: each reads 4 and writes 4.
     """
-    return 2 * (dtype.itemsize + optimizer.bytes_per_parameter(accumulation_dtype(dtype)))
+    moved = 2 * (dtype.itemsize + optimizer.bytes_per_parameter(dtype))
+    if REST in optimizer.stored_dtypes(dtype, place):
+        moved += 16
+    return moved
 
 
 def streaming_seconds(est: Estimator, plan: Plan) -> float:
@@ -1793,7 +1801,7 @@ def local_seconds(est, plan):
     if plan.grad_bytes != e:
         casts = moved_bytes(CAST_SUMS, nbytes)
 
-    bytes_per_param = update_bytes(plan.dtype, OPTIMIZERS[plan.optimizer])
+    bytes_per_param = update_bytes(plan.dtype, OPTIMIZERS[plan.optimizer], plan.os_place)
     updated = imbalance(plan) * params * bytes_per_param / f.os
     update = updated / est.profile.optimizer + est.moved(moved_bytes(NORM, nbytes))
     return est.moved(sums), est.moved(casts), update

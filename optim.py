@@ -14,7 +14,7 @@ SGD:
         master = u.states["master"]
         new = master - u.lr * u.clip_factor * u.grad.to(master.dtype)
         master.copy_(torch.where(u.finite, new, master))  # if not finite, nothing changes
-        u.weight.copy_(master)                            # rounded to the compute dtype
+        u.weight.copy_(round_weight(master, u.weight.dtype))
 
     OPTIMIZERS["sgd"] = Optimizer(sgd, (State("master"),))
 
@@ -22,10 +22,15 @@ The states of a model with P parameters are in one of two places (--os-place). W
 states in float32:
 
     gpu     12P/os bytes of GPU memory per rank
-    host    12P/os bytes of page-locked host memory per rank; the update streams them through the
-            GPU in pieces, while the next forward runs (HostStates)
+    host    10P/os bytes of page-locked host memory per rank, if weights are in bf16; the update
+            streams them through the GPU in pieces, while the next forward runs (HostStates)
 
-With --moments bf16 the two moments are in bf16, and 12P becomes 8P. They are rounded up or down at
+The host keeps 10 bytes instead of 12, because the bf16 weight on the GPU already has the upper half
+of the master weight. So the host keeps only the lower half, the *rest* (join_master). With other
+compute dtypes it keeps the whole master weight. An optimizer does not notice: it gets the whole
+master weight in either place, and both places train alike, bit for bit.
+
+With --moments bf16 the two moments are in bf16: 12P becomes 8P, and 10P becomes 6P. They are rounded up or down at
 random, so that their expected value is right (round_stochastically). Rounding to the nearest number
 would stop the second moment too early. Each update moves it by 5 % of its distance to the squared
 gradient. Neighbouring bf16 numbers differ by 0.4 to 0.8 %. So once the distance is below 4 to 8 %,
@@ -48,7 +53,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ops import TensorSlice, compiled
+from ops import TensorSlice, accumulation_dtype, compiled
 from ranks import all_or_none
 from streams import Buffer, CommStream, buffer_bytes, carve, pin_host_buffers, wait
 
@@ -152,11 +157,11 @@ class State:
 class Optimizer:
     """A function and its states.
 
-    update(u: Update) writes u.weight and u.states in place. It must keep three rules.
-    check_optimizer tests on an example whether it keeps rules 2 and 3. Of rule 1 it tests only the
-    name.
+    update(u: Update) writes u.weight and u.states in place. It must keep three rules, and
+    check_optimizer tests on an example whether it does.
 
-        1. One state is named "master". It is the weight itself, in float32 or wider.
+        1. One state is named "master". It is the weight itself, in float32 or wider. The update
+           sets u.weight to round_weight(master, u.weight.dtype).
         2. If u.finite is false, nothing changes. Select by torch.where, as `adamw` does, because
            infinity times 0 is not 0.
         3. The update of a range of a matrix does not depend on the rest of the matrix. If it does,
@@ -178,8 +183,19 @@ class Optimizer:
         float32, or the compute dtype if that is wider."""
         return {state.name: state.dtype or accum_dtype for state in self.states}
 
-    def bytes_per_parameter(self, accum_dtype: torch.dtype) -> int:
-        return sum(dtype.itemsize for dtype in self.dtypes(accum_dtype).values())
+    def stored_dtypes(self, dtype: torch.dtype, place: str) -> dict[str, torch.dtype]:
+        """Return the dtype of each state by name, as it is stored. dtype: the compute dtype; place:
+        "gpu" or "host". On the host, REST replaces a master weight that join_master can make.
+        """
+        dtypes = self.dtypes(accumulation_dtype(dtype))
+        if place == "host" and (dtype, dtypes["master"]) == (torch.bfloat16, torch.float32):
+            del dtypes["master"]
+            dtypes[REST] = torch.int16
+        return dtypes
+
+    def bytes_per_parameter(self, dtype: torch.dtype, place: str = "gpu") -> int:
+        """Return the bytes of the stored states per parameter. dtype, place: see stored_dtypes."""
+        return sum(stored.itemsize for stored in self.stored_dtypes(dtype, place).values())
 
 
 def adamw(u: Update) -> None:
@@ -258,7 +274,7 @@ def fused_adamw(
         v_new = round_stochastically(v_new, bits >> 16)
     for state, new in ((master, master_new), (m, m_new), (v, v_new)):
         state.copy_(torch.where(finite, new, state))
-    weight.copy_(master)
+    weight.copy_(round_weight(master, weight.dtype))
 
 
 ADAMW = Optimizer(adamw, (State("master"), State("exp_avg"), State("exp_avg_sq")))
@@ -268,6 +284,56 @@ BF16_MOMENTS = Optimizer(
 )
 # --optimizer: the optimizer of matrices. A fork adds a row. --moments bf16 chooses the second row
 OPTIMIZERS = {"adamw": ADAMW, "adamw-bf16": BF16_MOMENTS}
+
+
+# ---------------------------------------------------------------------------- weight and master
+#
+# A bf16 number has the sign, the exponent and the first 7 bits of the mantissa of a float32 number:
+# its upper 16 bits. So a master weight in float32 is a bf16 weight and 16 bits more, the rest.
+#
+#     master    0x3F80C000 = 1.005859375         master    0x3F804000 = 1.001953125
+#     weight    0x3F81     = 1.0078125           weight    0x3F80     = 1.0
+#     rest      0xC000     = -0x4000 as int16    rest      0x4000     = +0x4000 as int16
+#
+#     master = (weight << 16) + rest             as integers
+#
+# This is exact only if each weight has at most 2^16 masters. PyTorch rounds a master that lies in
+# the middle of two bf16 numbers, a tie, to the one whose last bit is 0. That one would have 2^16 + 1
+# masters: ties on both sides. So round_weight rounds ties away from zero. Each weight then has
+# the tie on one side, and -0x8000 is its rest. Other masters are rounded as PyTorch rounds them.
+
+REST = "rest of master"  # the host stores the rest under this name, instead of "master"
+
+
+def round_weight(master: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a master weight in the compute dtype. In bf16 a tie is rounded away from zero. Infinity,
+    NaN and -0.0 stay what they are, and a number above the largest bf16 number becomes infinity."""
+    if (master.dtype, dtype) != (torch.float32, torch.bfloat16):
+        return master.to(dtype)
+    # Bit 15 says whether the lower half is a tie or more. Then the last bit is set, which makes a
+    # tie more than a tie. It changes no other result, because it never carries
+    bits = master.view(torch.int32)
+    return (bits | (bits >> 15 & 1)).view(torch.float32).to(dtype)
+
+
+def join_master(master: Tensor, weight: Tensor, rest: Tensor) -> None:
+    """Set the master weight (n,), in float32, from the bf16 weight and the rest, an int16. It is the
+    one that split_master got, bit by bit; only a NaN may become another NaN."""
+    join_bits(master.view(torch.int32), weight.view(torch.int16), rest)
+
+
+@functools.partial(compiled, dynamic=None)
+def join_bits(master_bits, weight_bits, rest):
+    master_bits.copy_((weight_bits.to(torch.int32) << 16) + rest)
+
+
+@functools.partial(compiled, dynamic=None)
+def split_master(master: Tensor, weight: Tensor, rest: Tensor) -> None:
+    """Set the bf16 weight (n,) and the rest, an int16, from the master weight in float32."""
+    weight.copy_(round_weight(master, weight.dtype))
+    # master - (weight << 16) lies between -0x8000 and 0x7FFF, and weight << 16 ends in 16 zeros. So
+    # the difference is the lower half of master, read as an int16
+    rest.copy_(master.view(torch.int32).to(torch.int16))
 
 
 # ---------------------------------------------------------------------------- stochastic rounding
@@ -381,8 +447,11 @@ def check_optimizer(name: str, optimizer: Optimizer) -> None:
         A step that is not finite changes neither the weight nor a state.
         Updating a matrix in two halves gives the same as updating it at once, unless
         optimizer.whole. A rank relies on this, because it updates only the part that it owns.
+        The bf16 weight is the master weight, rounded by round_weight. States on the host rely on
+        this, and so does a resume.
 
-    The update runs on a matrix of 256 random elements, in float64 on the CPU.
+    The update runs on a matrix of 256 random elements on the CPU: in float64, and in bf16 for the
+    last rule. There lr is 0, so that the master weights stay ties, which show how they are rounded.
     """
     dtypes = optimizer.dtypes(torch.float64)
     if "master" not in dtypes or len(dtypes) < len(optimizer.states):
@@ -406,14 +475,20 @@ def check_optimizer(name: str, optimizer: Optimizer) -> None:
     before["weight"] = before["master"].clone()
     random_grad = random() - 0.5
 
-    def tensors_after(ranges: list[slice], finite: bool) -> dict[str, Tensor]:
+    def tensors_after(
+        ranges: list[slice], finite: bool, before: dict[str, Tensor] = before, lr: float = 0.01
+    ) -> dict[str, Tensor]:
         """Return weight and states after an update that runs range by range."""
         after = {key: value.clone() for key, value in before.items()}
-        scalars = make_scalars(torch.device("cpu"), torch.float64)
-        norm = torch.tensor(2.0 if finite else math.inf, dtype=torch.float64)
+        dtype = before["weight"].dtype
+        accum_dtype = accumulation_dtype(dtype)
+        scalars = make_scalars(torch.device("cpu"), accum_dtype)
+        norm = torch.tensor(2.0 if finite else math.inf, dtype=accum_dtype)
         for _ in range(2):  # t = 2: the random states stand for those after an earlier update
-            set_scalars(scalars, 0.01, 1.0, norm, 0.0)
-        grad = random_grad if finite else torch.full_like(random_grad, math.inf)
+            set_scalars(scalars, lr, 1.0, norm, 0.0)
+        grad = random_grad.to(dtype)
+        if not finite:
+            grad.fill_(math.inf)
         for elements in ranges:
             optimizer.update(
                 Update(
@@ -448,6 +523,21 @@ def check_optimizer(name: str, optimizer: Optimizer) -> None:
                     f"the whole by {difference:.2g} in {key!r}, and ranks update parts of a "
                     "matrix; declare Optimizer(..., whole=True)"
                 )
+
+    narrow = {
+        state: before[state].to(dtype) for state, dtype in optimizer.dtypes(torch.float32).items()
+    }
+    if narrow["master"].dtype == torch.float32:
+        bits = narrow["master"].view(torch.int32)
+        bits.copy_(bits & -0x10000 | 0x8000)  # all elements are ties
+    narrow["weight"] = round_weight(narrow["master"], torch.bfloat16)
+    for lr in (0.0, 0.01):
+        after = tensors_after([everything], True, narrow, lr)
+        if not torch.equal(after["weight"], round_weight(after["master"], torch.bfloat16)):
+            raise ValueError(
+                f"--optimizer {name}: the bf16 weight is not the master weight, rounded as the "
+                "host rounds it; write u.weight.copy_(round_weight(master, u.weight.dtype))"
+            )
 
 
 # ---------------------------------------------------------------------------- schedules
@@ -488,18 +578,18 @@ PIECE_BUFFERS = 3  # GPU buffers for the states of a piece; the pieces use them 
 def allocate_states(
     optimizer: Optimizer,
     sizes: list[int],
-    accum_dtype: torch.dtype,
+    dtype: torch.dtype,
     device: torch.device,
     storage: str,
 ) -> tuple[list[dict[str, Tensor]], "HostStates | None"]:
     """Allocate the states (size,) of matrices, zeros. sizes: the elements that this rank owns of
-    each matrix; storage: "gpu" or "host".
+    each matrix; dtype: the compute dtype; storage: "gpu" or "host".
 
-    Returns the states of each matrix by name and, if they are on the host, the HostStates that
+    Returns the states of each matrix by name, as Optimizer.stored_dtypes lists them, and, if they are on the host, the HostStates that
     streams them through the GPU. Raises ConfigError if a rank gets no host memory. A collective of
     all ranks.
     """
-    dtypes = optimizer.dtypes(accum_dtype)
+    dtypes = optimizer.stored_dtypes(dtype, storage)
     if storage == "gpu":
         # one allocation per tensor, because a compiled update does not know that views of a large
         # one are aligned
@@ -526,9 +616,13 @@ def allocate_states(
         )
         for _ in range(PIECE_BUFFERS)
     ]
+    master = None
+    if REST in dtypes:
+        master = torch.zeros(piece_elements, dtype=torch.float32, device=device)
     stream_in = CommStream(device)
     stream_out = CommStream(device)
-    return states, HostStates(piece_elements, itertools.cycle(buffers), stream_in, stream_out)
+    in_turn = itertools.cycle(buffers)
+    return states, HostStates(piece_elements, in_turn, master, stream_in, stream_out)
 
 
 @dataclass(eq=False)
@@ -545,11 +639,17 @@ class HostStates:
 
     The copies into the first three buffers do not wait for compute, because the states do not
     depend on the gradients. So they may run while the GPU still runs the backward.
+
+    If the host stores the rest of the master weights, host_update joins it with the weight before
+    the update of a piece, and splits the new master weight after it. All pieces use one buffer for
+    the joined master weight, because host_update runs one after the other.
     """
 
     piece_elements: int  # the largest number of elements in a piece
     # the buffers in turn, without end; each has one tensor (piece_elements,) per state
     buffers: Iterator[Buffer]
+    # (piece_elements,), float32: the joined master weight of a piece; None: the host stores it
+    master: Tensor | None
     stream_in: CommStream
     stream_out: CommStream
 
@@ -560,11 +660,14 @@ class HostStates:
             wait(self.stream_out.record_event())
 
     def stream_through(
-        self, states: dict[str, Tensor]
+        self, states: dict[str, Tensor], weight: Tensor
     ) -> Iterator[tuple[slice, dict[str, Tensor]]]:
         """Yield a matrix piece by piece: the range of its elements, and their states on the GPU.
-        When the caller asks for the next piece, the states of this one are copied back."""
-        size = len(next(iter(states.values())))
+        When the caller asks for the next piece, the states of this one are copied back.
+
+        states: on the host, as they are stored. weight: as long as the states, on the GPU. The
+        yielded states always have the whole master weight."""
+        size = len(weight)
         for start in range(0, size, self.piece_elements):
             piece = slice(start, min(start + self.piece_elements, size))
             on_host = [state[piece] for state in states.values()]
@@ -577,7 +680,14 @@ class HostStates:
                 torch._foreach_copy_(on_gpu, on_host, non_blocking=True)
             # waits for this piece's states; hidden by the forward, under which host_update runs
             wait(self.stream_in.record_event())
-            yield piece, dict(zip(states, on_gpu))
+            piece_states = dict(zip(states, on_gpu))
+            rest = piece_states.pop(REST, None)
+            if rest is not None:
+                master = piece_states["master"] = self.master[: len(rest)]
+                join_master(master, weight[piece], rest)
+            yield piece, piece_states
+            if rest is not None:
+                split_master(master, weight[piece], rest)
             # this copy starts after the update; it is hidden by the next piece's copy from the host
             with self.stream_out.after_compute():
                 torch._foreach_copy_(on_host, on_gpu, non_blocking=True)

@@ -48,7 +48,7 @@ import train
 from attention import KERNELS, Attention, pick_kernel
 from data import own_file
 from model import LLaMA, param_count, plain_attention
-from optim import OPTIMIZERS
+from optim import OPTIMIZERS, round_weight
 from planner import DTYPES, home_path
 from prepare import config_ids, load_tokenizer, named_tokens
 
@@ -234,7 +234,8 @@ def load_checkpoint(path: Path, tokenizer: str, device: torch.device, dtype: tor
     read = checkpoint.open_weights(saved, model.shapes, exported)
     model.to_empty(device=device)
     for name, weight in model.named_parameters():
-        weight.copy_(read(name))  # only one weight at a time is in memory twice
+        # rounded as training rounds it; only one weight at a time is in memory twice
+        weight.copy_(round_weight(read(name), dtype))
 
     end_token = -1 if flags.document_token is None else flags.document_token
     if tokenizer == "bytes" or (not tokenizer and saved.meta.get("bytes_are_tokens") is True):

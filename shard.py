@@ -10,7 +10,8 @@ A model with P parameters in bf16, and AdamW's states in float32, takes per rank
 
     2P/p     bytes of parameters
     2P/g     bytes of gradients; 4P/g if several micro-batches accumulate (see grad_sums)
-    12P/os   bytes of optimizer states: the master weight and two moments
+    12P/os   bytes of optimizer states: the master weight and two moments; on the host 10P/os,
+             because it stores only what the bf16 weight lacks of the master weight (optim.py)
 
 Example: p = 2 and os = 4 on R = 8 ranks. The p-shards a and b are the halves of a matrix; a0 and a1
 are the halves of a.
@@ -123,7 +124,7 @@ import functools
 import itertools
 import math
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import InitVar, astuple, dataclass, field
 from typing import NamedTuple
 
@@ -135,12 +136,16 @@ from model import divisors
 from ops import Matrix, TensorSlice, Vector, accumulation_dtype
 from optim import (
     ADAMW,
+    REST,
     Optimizer,
     Update,
     allocate_states,
     global_norm,
+    join_master,
     make_scalars,
+    round_weight,
     set_scalars,
+    split_master,
 )
 from ranks import ConfigError, Groups, all_gather, all_or_none, first_error, reduce_scatter
 from streams import Buffer, CommStream, wait
@@ -150,6 +155,9 @@ STREAMS = ("param_gather", "grad_scatter", "grad_reduce", "param_broadcast", "ho
 # with grad_sums="dtype". bf16 loses a summand that is smaller than 1/512 of the sum. The last of
 # 128 equal summands is 1/128 of it
 MOST_ROUNDED_SUMMANDS = 128
+# Outside an update, master weights are rounded, joined and split in pieces, so that temporary
+# tensors are small
+SMALL_PIECE_ELEMENTS = 2**20
 
 # ---------------------------------------------------------------------------- factors
 
@@ -291,7 +299,8 @@ class ShardedParam:
     # per backward pass, to the gradient: one per token chunk; of a tied matrix one per use; 0 if
     # the matrix is frozen
     contributions: int
-    # optimizer states by name, each as large as owned_param, on the GPU or on the host
+    # optimizer states by name, each as large as owned_param, on the GPU or on the host. On the host
+    # REST may replace "master" (Optimizer.stored_dtypes)
     states: dict[str, Tensor] = field(default_factory=dict)
 
     # progress
@@ -360,19 +369,90 @@ class StatePart:
 
     It is a range of the flat full tensor, or of the flat tensor-parallel slice of it. So a
     checkpoint can be loaded with other factors, another layout or another tensor-parallel mode.
+
+    Its values are those that the optimizer sees. They are read and written by the methods, because
+    a master weight may be stored as two tensors: the bf16 weight, and the rest (optim.join_master).
     """
 
-    values: Tensor  # (count,), a view of the state: loading writes into it
+    stored: Tensor  # (count,), a view of the state; if `weight` is given, the rest
     start: int  # index of the first value in the flat tensor
     shape: tuple[int, ...]  # of the full tensor, without padding
     saved_here: bool  # of all ranks that hold the same values, this one writes them to checkpoints
     # the slice of the full tensor in which `start` counts; None: the full tensor
     tp_slice: TensorSlice | None = None
+    weight: Tensor | None = None  # (count,), a view of the bf16 weight; None: `stored` is the state
+
+    @property
+    def count(self) -> int:
+        return len(self.stored)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Return the dtype of the values."""
+        return self.stored.dtype if self.weight is None else torch.float32
+
+    @property
+    def nbytes(self) -> int:
+        """Return the bytes of the values."""
+        return self.count * self.dtype.itemsize
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the tensors that hold the values, by the names of their fields."""
+        tensors = {"stored": self.stored}
+        if self.weight is not None:
+            tensors["weight"] = self.weight
+        return tensors
+
+    def pieces(self, device: torch.device) -> Iterator[Tensor]:
+        """Yield the values (n,), a range after the other. Joined master weights are made on the
+        device, a piece at a time; other values are one view of the state."""
+        if self.weight is None:
+            yield self.stored
+            return
+        for weight, rest in zip(*map(split_into_pieces, (self.weight, self.stored))):
+            master = torch.empty(len(rest), dtype=torch.float32, device=device)
+            join_master(master, weight.to(device), rest.to(device))
+            yield master
+
+    def read(self) -> Tensor:
+        """Return the values (count,) on the CPU: a view of the state, or a copy."""
+        if self.weight is None:
+            return self.stored.cpu()
+        values = torch.empty(self.count, dtype=self.dtype)
+        self.copy_to(values)
+        return values
+
+    def copy_to(self, values: Tensor) -> None:
+        """Copy the values into a tensor (count,) of any dtype and device."""
+        first = 0
+        for piece in self.pieces(values.device):
+            values[first : first + len(piece)].copy_(piece)
+            first += len(piece)
+
+    def write(self, values: Tensor, first: int = 0) -> None:
+        """Set the values from the index `first` on. values (n,): of any dtype and device."""
+        end = first + len(values)
+        if self.weight is None:
+            self.stored[first:end].copy_(values)
+            return
+        pieces = (values, self.weight[first:end], self.stored[first:end])
+        for master, weight, rest in zip(*map(split_into_pieces, pieces)):
+            # the rest may lie on another device than the weight
+            new_weight = torch.empty_like(weight, device=master.device)
+            new_rest = torch.empty_like(rest, device=master.device)
+            split_master(master.to(torch.float32), new_weight, new_rest)
+            weight.copy_(new_weight)
+            rest.copy_(new_rest)
 
     def select(self, tensor: Tensor) -> Tensor:
         """Return the view (count,) of this part's elements in a tensor: the full one, or the
         tensor-parallel slice of it. The tensor need not be flat."""
-        return tensor.reshape(-1)[self.start : self.start + len(self.values)]
+        return tensor.reshape(-1)[self.start : self.start + self.count]
+
+
+def split_into_pieces(flat: Tensor) -> Sequence[Tensor]:
+    """Return views of a flat tensor, of SMALL_PIECE_ELEMENTS each; the last one may be shorter."""
+    return flat.split(SMALL_PIECE_ELEMENTS)
 
 
 def sum_and_scatter(x: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -727,7 +807,7 @@ class States:
         params = [param for unit in self.units for param in unit.trained_params]
         sizes = [len(param.owned_param) for param in params]
         states, self.host_states = allocate_states(
-            self.optimizer, sizes, self.accum_dtype, self.device, storage
+            self.optimizer, sizes, self.dtype, self.device, storage
         )
         groups = self.groups
         replica = groups.rank // self.factors.os
@@ -741,13 +821,18 @@ class States:
             saved_here = i % num_replicas == replica and self.holds_first_copy(param)
             if saved_here:
                 self.norm_grads.append(param.owned_grad)
-            for state, values in param.states.items():
+            for state, stored in param.states.items():
+                weight = None
+                if state == REST:
+                    state = "master"
+                    weight = param.owned_param[:length]
                 self.parts[f"{state}.{param.name}"] = StatePart(
-                    values[:length],
+                    stored[:length],
                     param.owned_start,
                     self.shapes[param.name],
                     saved_here,
                     param.module.tp_slice,
+                    weight,
                 )
 
     def holds_first_copy(self, param: ShardedParam) -> bool:
@@ -1232,7 +1317,7 @@ class States:
         on the host."""
         pieces = [(slice(None), param.states)]
         if self.host_states:
-            pieces = self.host_states.stream_through(param.states)
+            pieces = self.host_states.stream_through(param.states, param.owned_param)
         for piece, states in pieces:
             weight = param.owned_param[piece]
             grad = param.owned_grad[piece]
@@ -1291,9 +1376,11 @@ class States:
         f"{state}.{parameter name}", and "updates" for the number of updates. A frozen weight has
         only the state "frozen", the weight itself. It is in the compute dtype if it is a matrix.
 
-        The values are views, into which the next update writes. If they are on the GPU, a copy that
-        is enqueued before this update has the old values. If they are on the host, the copy must be
-        complete before the update is enqueued."""
+        The parts are views of tensors into which the next update writes. If a tensor is on the GPU,
+        a copy that is enqueued before this update has the old values. If it is on the host, the
+        copy must be complete before the update is enqueued. A master weight may be stored as a
+        tensor on the GPU and one on the host. A copy of them is of one update only if both copies
+        are complete before the next update is enqueued."""
         if self.host_states:
             self.host_states.synchronize()
         return self.parts
@@ -1316,17 +1403,22 @@ class States:
                 if owned[0].tp_slice:
                     tensor = owned[0].tp_slice.extract(tensor)
                 for part in owned:
-                    part.values.copy_(part.select(tensor))
+                    part.write(part.select(tensor))
 
         all_or_none(load_masters)
         self.restore_weights()
 
     def restore_weights(self) -> None:
         """Set the weights from their master weights, for example after a checkpoint was read into
-        state_parts(). Frozen weights are set by the reading itself."""
+        state_parts(). The reading itself has set frozen weights, and weights of which the host
+        stores the rest."""
         for unit in self.units:
             for param in unit.trained_params:
-                param.owned_param.copy_(param.states["master"])
+                if REST not in param.states:
+                    master = param.states["master"]
+                    pieces = map(split_into_pieces, (param.owned_param, master))
+                    for weight, master_piece in zip(*pieces):
+                        weight.copy_(round_weight(master_piece, self.dtype))
             self.broadcast_params(unit)
 
     def full_param(self, name: str, state: str = "master") -> Tensor:
@@ -1345,10 +1437,10 @@ class States:
         if part and part.saved_here:
             if part.tp_slice:
                 tp_tensor = part.tp_slice.extract(full)  # a copy of the slice, still zeros
-                part.select(tp_tensor).copy_(part.values)
+                part.copy_to(part.select(tp_tensor))
                 part.tp_slice.insert(tp_tensor, full)
             else:
-                part.select(full).copy_(part.values)
+                part.copy_to(part.select(full))
         dist.all_reduce(full)  # each element is on one rank, and 0 on the others
         return full
 

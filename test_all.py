@@ -918,7 +918,7 @@ def find_different_copies(states: shard.States) -> list[str]:
     parts = {}  # (name, index of the first element) -> the bytes of the elements
     for name, part in states.state_parts().items():
         if name.endswith(".embed.weight"):
-            parts[name, part.start] = part.values
+            parts[name, part.start] = part.read()
     if states.device.type == "cuda":
         torch.cuda.synchronize()  # the new parameters are broadcast
     for param in states.sharded_params.values():

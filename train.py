@@ -1692,7 +1692,7 @@ class Stop:
             self.limit = duration(run.cfg.stop_after)
             if run.cfg.save_every >= 0:
                 parts = states.state_parts().values()
-                saved_bytes = sum(part.values.nbytes for part in parts if part.saved_here)
+                saved_bytes = sum(part.nbytes for part in parts if part.saved_here)
                 self.save_seconds = saved_bytes / SAVE_RATE
 
     def request(self, next_seconds: float | None = None) -> float:

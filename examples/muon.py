@@ -11,7 +11,7 @@ To switch it on, write `import examples.muon` in train.py, below its other impor
 
 import torch
 
-from optim import EPS, OPTIMIZERS, Optimizer, State
+from optim import EPS, OPTIMIZERS, Optimizer, State, round_weight
 
 
 def muon(update):  # an optim.Update
@@ -29,7 +29,7 @@ def muon(update):  # an optim.Update
     momentum.copy_(torch.where(update.finite, new_momentum, momentum))
     new_master = master * (1 - update.lr * update.weight_decay) - update.lr * x
     master.copy_(torch.where(update.finite, new_master, master))
-    update.weight.copy_(master)
+    update.weight.copy_(round_weight(master, update.weight.dtype))
 
 
 OPTIMIZERS["muon"] = Optimizer(muon, (State("master"), State("momentum")), whole=True)

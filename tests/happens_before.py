@@ -375,8 +375,9 @@ class RecordedPool(ThreadPoolExecutor):
             recorder.trace.append(("follow", WRITER, HOST, None))
             for part in args[1].values():
                 if part.saved_here:
-                    on_host = recorder.memory_of(part.values).on_host
-                    recorder.access(part.values, False, WRITER if on_host else COMPUTE)
+                    for tensor in part.tensors().values():
+                        on_host = recorder.memory_of(tensor).on_host
+                        recorder.access(tensor, False, WRITER if on_host else COMPUTE)
         job = super().submit(write, *args)
         if write is checkpoint.write_states:
             result = job.result

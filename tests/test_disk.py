@@ -116,7 +116,7 @@ def test_weights_that_are_not_finite_are_not_resumed(tmp_path, group):
     """
     run, _, states = make_run(make_case("1"), {}, SpoilingStream)
     train.load_random_weights(run, states)
-    states.state_parts()["master.embed.weight"].values.fill_(math.nan)
+    states.state_parts()["master.embed.weight"].stored.fill_(math.nan)
     save_checkpoint(states, tmp_path, 1)
     with raises(ValueError, match="step-00000001: .*embed.weight has values that are not"):
         checkpoint.load_checkpoint(states, checkpoint.find_checkpoint(tmp_path, "latest"))

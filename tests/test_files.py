@@ -398,7 +398,7 @@ def test_parts_of_any_cut_are_read_by_any_other(tmp_path):
             want = (cut.extract(matrix) if cut else matrix).flatten()[3:11]
             found = StatePart(torch.zeros(8), 3, (6, 4), True, cut)
             checkpoint.read_states(saved, {"x": found})
-            assert found.values.equal(want), (cuts, cut)
+            assert found.read().equal(want), (cuts, cut)
 
 
 PLACES = {

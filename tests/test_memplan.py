@@ -578,7 +578,7 @@ def test_gradients_of_chunks_are_rounded_once(tied, group):
         train.run_step(module, states, batch, 1e-9, 0.0)
         found.append(
             {
-                name: part.values
+                name: part.read()
                 for name, part in states.state_parts().items()
                 if re.match(rf"exp_avg\.(blocks|{summed})", name) and "norm" not in name
             }
