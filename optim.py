@@ -486,9 +486,8 @@ def check_optimizer(name: str, optimizer: Optimizer) -> None:
         norm = torch.tensor(2.0 if finite else math.inf, dtype=accum_dtype)
         for _ in range(2):  # t = 2: the random states stand for those after an earlier update
             set_scalars(scalars, lr, 1.0, norm, 0.0)
-        grad = random_grad.to(dtype)
-        if not finite:
-            grad.fill_(math.inf)
+        grad = random_grad if finite else torch.full_like(random_grad, math.inf)
+        grad = grad.to(dtype)
         for elements in ranges:
             optimizer.update(
                 Update(
@@ -517,7 +516,7 @@ def check_optimizer(name: str, optimizer: Optimizer) -> None:
         halves = tensors_after([slice(0, 128), slice(128, 256)], finite=True)
         for key in whole:
             difference = (whole[key].double() - halves[key].double()).abs().max().item()
-            if difference > 1e-9:
+            if not difference <= 1e-9:  # NaN differs, too
                 raise ValueError(
                     f"--optimizer {name}: updating a matrix in two halves differs from updating "
                     f"the whole by {difference:.2g} in {key!r}, and ranks update parts of a "

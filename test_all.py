@@ -971,7 +971,7 @@ def evaluate_batch(run: train.Run, model, batch: train.Batch) -> torch.Tensor:
 
 def values_to_save(states: shard.States) -> torch.Tensor:
     """Return a copy of all values that this rank would save in a checkpoint, in one row."""
-    return torch.cat([part.values.flatten() for part in states.state_parts().values()])
+    return torch.cat([part.read().flatten() for part in states.state_parts().values()])
 
 
 def save_checkpoint(states: shard.States, folder: Path, step: int) -> None:
