@@ -424,7 +424,7 @@ def test_biases_and_norms_of_heads_take_time(flag, elements):
     a step of Qwen2 or Qwen3 that is counted as fast as one of LLaMA."""
     slow_memory = round_machine(memory=1e9)
     more = seconds(slow_memory, model=replace(STEP.model, **{flag: True}))
-    assert STEP.layers_in_flight * STEP.tokens * elements * 4096 * 2 / 1e9 == approx(
+    assert STEP.model.layers * STEP.tokens * elements * 4096 * 2 / 1e9 == approx(
         more - seconds(slow_memory), rel=1e-6
     )
 
