@@ -146,11 +146,15 @@ PEER_WORDS = {  # word of a peer's label -> what it says
     "half-selective": "recomputes all but attention in every second layer",
     "selective": "recomputes all but attention",
     "half": "recomputes every second layer",
+    "three-quarters": "recomputes three of four layers",
     "full": "recomputes every layer",
     "host": "model states on the host",
     "fp32": "float32 weights",
     "bf16": "bf16 weights and states",
     "liger": "Liger's kernels",
+    "liger-loss": "Liger's loss",
+    "fp8": "torchao's float8 products",
+    "by-layer": "compiled by layer",
 }
 
 
@@ -381,7 +385,7 @@ def versions() -> str:
     """Return a list: which versions of packages have measured, in how many rows."""
     counts = {}
     for row in read_rows():
-        names = ("torch", "flash-attn-4", "transformers", "nvidia-nccl-cu13")
+        names = ("torch", "flash-attn-4", "transformers", "torchao", "nvidia-nccl-cu13")
         texts = [f"{name} {row['versions'][name]}" for name in names if name in row["versions"]]
         text = f"Python {row['versions']['python']}, {', '.join(texts)}"
         counts[text] = counts.get(text, 0) + 1
@@ -406,11 +410,14 @@ def comparisons() -> dict[tuple[str, str, str], tuple[dict, dict]]:
     """Return {(hardware, model, tokens): (our row, the fastest peer's row)}, one sequence per step.
 
     Both are the newest rows of their settings. Ours is as planned, maybe with planned memory, and
-    never a setting that a person chose. The peer is the fastest of all that were tried.
+    never a setting that a person chose. The peer is the fastest of all that were tried. Both compute
+    products in bf16, because a step whose products are in float8 is another one.
     """
     fastest = {}
     for row in newest(read_rows("long")):
         if is_older(row) or not row.get("step_s") or row["batch"] != 1:
+            continue
+        if "fp8" in row["label"].split():
             continue
         peer = row["label"].startswith(("fsdp2", "transformers"))
         if not peer and row["label"] not in ("ours", "ours planned memory"):

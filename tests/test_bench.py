@@ -1,17 +1,20 @@
 """Show that bench.py keeps its rows and counts right, and that its peers take the same steps."""
 
 import json
+import shlex
 import signal
 import subprocess
 import sys
 import time
 from dataclasses import replace
+from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
-from pytest import approx, raises
+from pytest import approx, importorskip, raises, skip
 
 import bench
 import hf
@@ -189,7 +192,10 @@ def test_bench_fsdp2_takes_the_same_steps():
 
 
 @slow
-def test_bench_transformers_takes_the_same_steps(group, tmp_path, monkeypatch, capsys):
+@parametrize(
+    "options", ["fp32 full", "fp32 by-layer half", "fp32 by-layer three-quarters", "fp32 by-layer"]
+)
+def test_bench_transformers_takes_the_same_steps(options, group, tmp_path):
     """transformers' own model has our losses from the same weights, up to bf16's rounding.
 
     Catches a peer that trains in another way.
@@ -198,14 +204,124 @@ def test_bench_transformers_takes_the_same_steps(group, tmp_path, monkeypatch, c
     table = bench.Bench(torch.device("cpu"), 0, 1, True, Path(), {})
     cfg = bench.config("--model tiny --seq 64 --batch 4 --micro-batch 2")
     ours = bench.make_step(bench.plan_runs(table, cfg)[0])
-    theirs = bench.transformers_step(bench.peer_run(table, cfg), ["fp32", "full"])
+    theirs = bench.transformers_step(bench.peer_run(table, cfg), options.split())
     theirs.model.save_pretrained(tmp_path)
     _, read = hf.open_weights(tmp_path, ours.run.plan.model)
     ours.states.load(read)
     for _ in range(4):
         assert theirs()[0].item() == approx(ours()[0].item(), rel=2e-3)
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setattr(sys, "argv", ["bench.py", "long", "--rows", "transformers fp32"])
-    with raises(SystemExit):
+
+
+@parametrize("word, recomputed", [("half", 2), ("three-quarters", 3), ("full", 4)])
+def test_bench_recomputes_as_many_layers_as_a_label_says(word, recomputed):
+    """Of four layers of transformers, half recompute two, three-quarters three, and full four.
+
+    Catches a peer that recomputes more than its label says.
+    """
+    layers = [SimpleNamespace(gradient_checkpointing=False) for _ in range(4)]
+    model = SimpleNamespace(
+        model=SimpleNamespace(layers=layers), gradient_checkpointing_enable=lambda: None
+    )
+    bench.recompute_layers(model, bench.TRANSFORMERS_RECOMPUTED[word])
+    assert sum(layer.gradient_checkpointing for layer in layers) == recomputed
+
+
+def test_bench_float8_peer_takes_nearly_the_same_steps(group, tmp_path, monkeypatch):
+    """With torchao's emulation of float8, transformers' model has our losses nearly, and learns.
+
+    Catches a row whose products stay in bf16, one whose gradients are lost, and changes of
+    PyTorch's compiler that outlive their row.
+    """
+    importorskip("torchao.float8")
+    from torch._inductor.codegen.triton import TritonOverrides
+    from torchao.float8.float8_linear import Float8Linear
+
+    compiler = TritonOverrides.maximum
+    emulated = partial(bench.float8_linears, emulate=True)
+    monkeypatch.setattr(bench, "float8_linears", emulated)
+    # torchao's filter leaves smaller matrices in bf16
+    small = replace(MODELS["tiny"], layers=2, ffn=1280)
+    monkeypatch.setitem(MODELS, "tiny", small)
+    torch.compiler.set_stance("force_eager")
+    table = bench.Bench(torch.device("cpu"), 0, 1, True, Path(), {})
+    cfg = bench.config("--model tiny --seq 64 --batch 4 --micro-batch 2")
+    run = bench.peer_run(table, cfg)
+    for options in ("bf16 fp8", "bf16 fp8 full", "bf16 fp8 by-layer half"):
+        with bench.transformers_step(run, options.split()) as theirs:
+            converted = [
+                name for name, m in theirs.model.named_modules() if isinstance(m, Float8Linear)
+            ]
+            assert len(converted) == 4 and not any("lm_head" in name for name in converted)
+            assert TritonOverrides.maximum is not compiler
+            ours = bench.make_step(bench.plan_runs(table, cfg)[0])
+            theirs.model.save_pretrained(tmp_path)
+            _, read = hf.open_weights(tmp_path, small)
+            ours.states.load(read)
+            for _ in range(4):
+                assert theirs()[0].item() == approx(ours()[0].item(), rel=1e-2), options
+        assert TritonOverrides.maximum is compiler
+
+    monkeypatch.setitem(MODELS, "tiny", replace(small, ffn=512))
+    with raises(ConfigError, match="too small for fp8"):
+        bench.transformers_step(bench.peer_run(table, cfg), ["bf16", "fp8"])
+
+
+def test_bench_float8_peer_that_is_not_installed_is_a_result(group, monkeypatch):
+    """Without torchao its row is written, and says that it is not installed.
+
+    Catches a table that ends at a missing package.
+    """
+    if find_spec("torchao"):
+        skip("torchao is installed")
+    monkeypatch.setattr(bench, "kernel_seconds", lambda *_: 1.0)
+    table = bench.Bench(torch.device("cpu"), 0, 1, True, Path(), {})
+    row = bench.Row("transformers bf16 fp8 full", "--model tiny --seq 64 --batch 2 --products fp8")
+    result = bench.measure_row(table, row, lambda *_: {})
+    assert result["oom"] and "torchao" in result["error"]
+    assert bench.took_text(result) == "not installed"
+    assert result["products"] == "fp8"  # so its bound is that of products in float8
+
+
+@parametrize(
+    "flags, world, error",
+    [
+        ("--rows 'transformers fp32'", 2, "model runs on one rank, not 2"),
+        ("--rows 'transformers bf16 by-layer full'", 2, "model runs on one rank, not 2"),
+        ("--rows 'transformers bf16 fp8'", 1, "float8 products need a GPU with float8"),
+        ("--rows 'transformers bf16 fp9'", 1, "there is no such row; the rows are ours"),
+        ("--micro-batch 3 --batch 8", 1, "3 does not divide the step's 8 sequences; 2 does"),
+        ("--micro-batch 2", 1, "2 does not divide the step's 1 sequences; 1 does"),
+        ("--micro-batch none --batch 8", 1, "none"),
+        ("--micro-batch 0 --batch 8", 1, "--micro-batch 0"),
+    ],
+)
+def test_bench_refuses_rows_that_cannot_be_measured(flags, world, error, monkeypatch, capsys):
+    """A row or a micro-batch that cannot run is refused before anything starts.
+
+    Catches a wait of minutes for an error.
+    """
+    monkeypatch.setenv("WORLD_SIZE", f"{world}")
+    monkeypatch.setattr(sys, "argv", ["bench.py", "long", *shlex.split(flags)])
+    with raises(SystemExit) as stopped:
         bench.parse()
-    assert "model runs on one rank, not" in capsys.readouterr().err
+    assert stopped.value.code == 2 and error in capsys.readouterr().err
+
+
+def test_bench_micro_batch_is_for_peers_only(monkeypatch, capsys, tmp_path):
+    """--micro-batch reaches every peer's row and none of ours. Rows that need another machine are
+    left out.
+
+    Catches a plan of ours that is forced to a peer's size, and a peer that runs out of memory
+    because all sequences run at once.
+    """
+    measured = []
+    monkeypatch.setattr(bench, "attempt", lambda _, row, __: measured.append(row))
+    monkeypatch.setattr(sys, "argv", "bench.py long --seq 64 --batch 4 --micro-batch 2".split())
+    args = bench.parse()
+    bench.measure_table(bench.Bench(torch.device("cpu"), 0, 1, True, tmp_path, {}), args)
+    sizes = {row.label: bench.config(row.flags).micro_batch for row in measured}
+    assert {size for label, size in sizes.items() if label.startswith("ours")} == {None}
+    assert {size for label, size in sizes.items() if not label.startswith("ours")} == {2}
+    assert {"ours fp8", "fsdp2 full", "transformers bf16 by-layer full"} < sizes.keys()
+    assert not any(label.startswith("transformers bf16 fp8") for label in sizes)
+    assert args.given["micro_batch"] == "--micro-batch 2"  # a row's command repeats it

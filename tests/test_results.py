@@ -203,6 +203,11 @@ def test_labels_are_words():
             "FSDP2, recomputes all but attention, model states on the host",
         ),
         (
+            A_ROW | {"label": "transformers bf16 fp8 by-layer three-quarters"},
+            "transformers, bf16 weights and states, torchao's float8 products, compiled by layer, "
+            "recomputes three of four layers",
+        ),
+        (
             A_ROW | {"label": "transformers bf16 liger full"},
             "transformers, bf16 weights and states, Liger's kernels, recomputes every layer",
         ),
