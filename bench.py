@@ -1,4 +1,4 @@
-"""How fast is a training step, beside its kernels alone, FSDP2 and transformers?
+"""How fast is a training step, beside its kernels alone, FSDP2, DeepSpeed and transformers?
 
     python bench.py                              how fast this machine trains the largest model
                                                  that it holds, with many short sequences per step
@@ -13,12 +13,14 @@
                                                  write profiles/NAME.json in --out
 
 A table (make_tables) has rows. A row is one measurement: a label, and flags of train.py. The label
-says what runs, our step or one of two *peers*, which are FSDP2 and transformers:
+says what runs, our step or one of three *peers*, which are FSDP2, DeepSpeed and transformers:
 
     fsdp2 WHAT [host]        the same model and kernels under PyTorch's FSDP2 with Ulysses. Model
                              states are sharded over os ranks, as ZeRO-3 if p > 1 and as ZeRO-2
                              otherwise. WHAT says which layers are recomputed in backward
                              (RECOMPUTED), and host keeps all model states in host memory
+    deepspeed WHAT           the same model and kernels, and the same WHAT, under DeepSpeed's ZeRO-3,
+                             with Ulysses in our attention instead of DeepSpeed's wrapper
     transformers DTYPE ...   transformers' model on one GPU, compiled. fp32: float32 weights under
                              autocast; bf16: weights and optimizer states in bf16. More words:
         fp8                  torchao's float8 training, which needs a GPU that has float8
@@ -40,6 +42,10 @@ by-layer is for several micro-batches. The backward of a model that is compiled 
 all gradients together, so they are in memory twice: the sums, and what is added to them. Compiled
 by layer, only one layer's gradients are. Example: llama3-8b in bf16 takes 60 GiB for weights,
 moments and the sums of gradients. A second copy would take 15 GiB more, and fill an 80 GB GPU.
+
+Both peers with our model take our attention, whose all-to-alls share a sequence by heads, as
+Ulysses does. DeepSpeed's own wrapper does the same around a slower attention, so this is DeepSpeed
+at its strongest. Its gradients are summed in bf16, which is its default.
 
 A peer runs all of a rank's sequences at once, unless --micro-batch says how many.
 
@@ -76,7 +82,7 @@ import subprocess
 import sys
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from importlib import metadata
 from pathlib import Path
@@ -614,7 +620,97 @@ def fsdp2_step(run: Run, options: list[str]) -> Step:
     return Step(run, model, Fsdp2States(model, run, "host" in options), random_batch(run))
 
 
-PEERS = {"fsdp2": fsdp2_step, "transformers": transformers_step}  # by a label's first word
+DEEPSPEED_BUCKET = 500_000_000  # elements that DeepSpeed gathers ahead, and reduces together
+
+
+class DeepSpeedStates:
+    """The states of DeepSpeed's ZeRO-3, with the methods of States that train.run_step calls."""
+
+    def __init__(self, model: LLaMA, run: Run):
+        """Shard the model (bf16, whole on every rank) over all ranks.
+
+        Master weights and moments are float32. PyTorch's fused AdamW updates them, because
+        DeepSpeed's own has to be compiled. A layer is one unit of ZeRO-3 (a leaf module), so that
+        its matrices are gathered together. The model itself gathers what is outside of layers.
+        """
+        import deepspeed
+
+        deepspeed.utils.logger.setLevel("WARNING")
+        # DeepSpeed reads it; without torchrun nobody has set it
+        os.environ.setdefault("LOCAL_RANK", str(run.device.index or 0))
+        deepspeed.utils.set_z3_leaf_modules(model, [WholeBlock])
+        for name, p in model.named_parameters():
+            if not name.startswith("blocks."):
+                deepspeed.zero.register_external_parameter(model, p)
+
+        settings = {
+            "train_micro_batch_size_per_gpu": run.plan.micro_batch,
+            "gradient_accumulation_steps": run.plan.micro_batches,
+            "bf16": {"enabled": True, "check_grad_overflow": False},
+            "gradient_clipping": 1.0,
+            "zero_optimization": {
+                "stage": 3,
+                "overlap_comm": True,
+                "contiguous_gradients": True,
+                "reduce_bucket_size": DEEPSPEED_BUCKET,
+                "stage3_prefetch_bucket_size": DEEPSPEED_BUCKET,
+            },
+        }
+        optimizer = torch.optim.AdamW(
+            model.parameters(), betas=(0.9, 0.95), weight_decay=0.1, fused=True
+        )
+        self.engine, *_ = deepspeed.initialize(
+            model=model, optimizer=optimizer, config=settings, dist_init_required=False
+        )
+        self.ranks = run.plan.ranks
+
+    def forward_backward(self, micro_batches: Iterable[tuple]) -> Tensor:
+        """Do what LLaMA.forward_backward does. DeepSpeed divides gradients by the number of ranks,
+        and our losses are shares of the step's loss, so they are multiplied by it."""
+        loss = 0.0
+        for micro_batch in micro_batches:
+            micro_batch_loss = self.engine(*micro_batch)
+            self.engine.backward(micro_batch_loss * self.ranks, scale_wrt_gas=False)
+            if not self.engine.is_gradient_accumulation_boundary():
+                self.engine.step()  # counts the micro-batch
+            loss += micro_batch_loss.detach()
+        return loss
+
+    def begin_step(self) -> None:
+        pass
+
+    finish_gradients = begin_step
+
+    def update(self, lr: float, clip: float, loss: Tensor) -> tuple[Tensor, Tensor]:
+        optimizer = self.engine.optimizer
+        optimizer.clip_grad = clip
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+        self.engine.step()
+        return torch.as_tensor(self.engine.get_global_grad_norm()), loss.isfinite()
+
+
+def deepspeed_step(run: Run, options: list[str]) -> Step:
+    """Build a step of the same model and kernels under DeepSpeed's ZeRO-3. options: the words of
+    the row's label after "deepspeed", the first of which is a key of RECOMPUTED. A collective."""
+    attention = train.make_attention(run, groups_of(1, 1))
+    with torch.device("meta"):
+        model = Fsdp2Model(run.plan.model, attention, recomputed=options[0])
+    model.to(torch.bfloat16).to_empty(device=run.device)
+    # ranks draw the same weights, because DeepSpeed keeps small ones whole on every rank
+    generator = torch.Generator(run.device).manual_seed(0)
+    for p in model.parameters():
+        nn.init.normal_(p, float(p.dim() == 1), 0.02, generator=generator)
+
+    states = DeepSpeedStates(model, run)
+    model.forward_backward = states.forward_backward
+    step = Step(run, model, states, random_batch(run))
+    step.cleanup.callback(states.engine.destroy)
+    return step
+
+
+# by a label's first word
+PEERS = {"fsdp2": fsdp2_step, "deepspeed": deepspeed_step, "transformers": transformers_step}
 
 
 # ---------------------------------------------------------------------------- clocks
@@ -753,7 +849,7 @@ def kernel_seconds(bench: Bench, run: Run) -> float:
 class Row:
     """One measurement: a label, and the flags of train.py that it adds to its table's."""
 
-    label: str  # "fsdp2 ..." and "transformers ..." are peers, every other label is ours
+    label: str  # if its first word is one of PEERS, the row runs a peer; every other label is ours
     flags: str = ""
     # as in train.py: PyTorch's allocator may grow a segment of memory instead of adding another
     expandable_segments: bool = True
@@ -1112,7 +1208,7 @@ def make_tables(ranks: int, nodes: int, short_seq: int) -> dict[str, Table]:
             takes="quick",
         ),
         "long": Table(
-            "our step beside FSDP2 and transformers, on one sequence per step",
+            "our step beside FSDP2, DeepSpeed and transformers, on one sequence per step",
             [
                 Row("ours"),
                 Row("ours planned memory",          "--memplan on"),
@@ -1129,6 +1225,11 @@ def make_tables(ranks: int, nodes: int, short_seq: int) -> dict[str, Table]:
                 Row("fsdp2 selective",              f"--sp {ranks} --strategy zero3"),
                 Row("fsdp2 selective host",         f"--sp {ranks} --strategy zero3"),
                 Row("fsdp2 full",                   f"--sp {ranks} --strategy zero3"),
+                Row("fsdp2 full host",              f"--sp {ranks} --strategy zero3"),
+                Row("deepspeed none",               f"--sp {ranks} --strategy zero3"),
+                Row("deepspeed half-selective",     f"--sp {ranks} --strategy zero3"),
+                Row("deepspeed selective",          f"--sp {ranks} --strategy zero3"),
+                Row("deepspeed full",               f"--sp {ranks} --strategy zero3"),
                 Row("transformers fp32"),
                 Row("transformers bf16"),
                 Row("transformers fp32 liger"),
@@ -1360,7 +1461,7 @@ def versions() -> dict[str, str]:
     """Return the versions of Python and of the installed packages that decide the speed."""
     names = (
         "torch flash-attn-4 triton nvidia-cudnn-cu13 nvidia-nccl-cu13 transformers liger-kernel "
-        "torchao"
+        "torchao deepspeed"
     ).split()
     return {"python": platform.python_version()} | {
         package.name: package.version

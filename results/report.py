@@ -141,6 +141,7 @@ def tokens_text(tokens: int) -> str:
 
 # ---------------------------------------------------------------------------- labels in words
 
+PEERS = {"fsdp2": "FSDP2", "deepspeed": "DeepSpeed", "transformers": "transformers"}
 PEER_WORDS = {  # word of a peer's label -> what it says
     "none": "recomputes nothing",
     "half-selective": "recomputes all but attention in every second layer",
@@ -176,8 +177,8 @@ OUR_WORDS = (  # what a label of ours says -> in words. What the plan says, too,
 def what_ran(row: dict) -> str:
     """Return what a row measured, in words: the system, what its label says, and its plan."""
     system, *words = re.split("[ ,]+", row["label"])
-    if system in ("fsdp2", "transformers"):
-        name = "FSDP2" if system == "fsdp2" else system
+    if system in PEERS:
+        name = PEERS[system]
         words = [PEER_WORDS.get(word, word) for word in words if not word.startswith("M=")]
         return ", ".join([name, *words])
 
@@ -385,7 +386,14 @@ def versions() -> str:
     """Return a list: which versions of packages have measured, in how many rows."""
     counts = {}
     for row in read_rows():
-        names = ("torch", "flash-attn-4", "transformers", "torchao", "nvidia-nccl-cu13")
+        names = (
+            "torch",
+            "flash-attn-4",
+            "transformers",
+            "torchao",
+            "deepspeed",
+            "nvidia-nccl-cu13",
+        )
         texts = [f"{name} {row['versions'][name]}" for name in names if name in row["versions"]]
         text = f"Python {row['versions']['python']}, {', '.join(texts)}"
         counts[text] = counts.get(text, 0) + 1
@@ -419,7 +427,7 @@ def comparisons() -> dict[tuple[str, str, str], tuple[dict, dict]]:
             continue
         if "fp8" in row["label"].split():
             continue
-        peer = row["label"].startswith(("fsdp2", "transformers"))
+        peer = row["label"].startswith(tuple(PEERS))
         if not peer and row["label"] not in ("ours", "ours planned memory"):
             continue
         by_system = fastest.setdefault(

@@ -202,6 +202,7 @@ def test_labels_are_words():
             A_ROW | {"label": "fsdp2 selective host"},
             "FSDP2, recomputes all but attention, model states on the host",
         ),
+        (A_ROW | {"label": "deepspeed full"}, "DeepSpeed, recomputes every layer"),
         (
             A_ROW | {"label": "transformers bf16 fp8 by-layer three-quarters"},
             "transformers, bf16 weights and states, torchao's float8 products, compiled by layer, "
