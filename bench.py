@@ -34,18 +34,18 @@ says what runs, our step or one of three *peers*, which are FSDP2, DeepSpeed and
     any other label          our step, as train.py runs it
 
 fp8 is torchao's recipe "tensorwise", its fastest: a tensor has one scale, which is computed from it
-each time. Our --products fp8 has one scale per row, which is more precise. torchao rounds gradients
-of outputs to float8_e5m2, where ours are float8_e4m3. The head stays in bf16, and so do matrices
-that torchao's own filter finds too small to gain.
+each time. Our --products fp8 has one scale per row. torchao rounds gradients of outputs to
+float8_e5m2, and ours are rounded to float8_e4m3. The head stays in bf16, and so do matrices that
+torchao's own filter finds too small to gain, for example k and v of llama3-8b.
 
 by-layer is for several micro-batches. The backward of a model that is compiled as a whole returns
 all gradients together, so they are in memory twice: the sums, and what is added to them. Compiled
 by layer, only one layer's gradients are. Example: llama3-8b in bf16 takes 60 GiB for weights,
 moments and the sums of gradients. A second copy would take 15 GiB more, and fill an 80 GB GPU.
 
-Both peers with our model take our attention, whose all-to-alls share a sequence by heads, as
-Ulysses does. DeepSpeed's own wrapper does the same around a slower attention, so this is DeepSpeed
-at its strongest. Its gradients are summed in bf16, which is its default.
+deepspeed takes our attention, whose all-to-alls share a sequence by heads, as Ulysses does. So both
+peers with our model run the same kernels and all-to-alls. This is simpler than DeepSpeed's own
+wrapper of Ulysses, and DeepSpeed at its strongest. It sums gradients in bf16, its default.
 
 A peer runs all of a rank's sequences at once, unless --micro-batch says how many.
 
@@ -717,21 +717,21 @@ PEERS = {"fsdp2": fsdp2_step, "deepspeed": deepspeed_step, "transformers": trans
 
 
 def clock(bench: Bench, step: Callable, repeats: int) -> float:
-    """Return the median seconds between the ends of two steps' computation. As in train.py, a step
-    starts while the previous step's copies and broadcasts still run."""
+    """Return the median seconds between the ends of two steps' computation, of `repeats` steps after
+    one that does not count. As in train.py, a step starts while the previous step's copies and
+    broadcasts still run."""
     gc.collect()
     gc.freeze()  # as train.py does
-    times = []
+    ends = []
     try:
-        for _ in range(repeats):
-            start = time.perf_counter()
+        for _ in range(1 + repeats):
             step()
             if bench.gpu:
                 torch.cuda.current_stream().synchronize()
-            times.append(time.perf_counter() - start)
+            ends.append(time.perf_counter())
     finally:
         gc.unfreeze()
-    return statistics.median(times)
+    return statistics.median(end - start for start, end in itertools.pairwise(ends))
 
 
 def device_seconds(bench: Bench, work: Callable) -> float:
@@ -880,13 +880,14 @@ def time_step(bench: Bench, step: Step) -> float:
     repeats = max(1, min(10 if bench.gpu else 3, int(20 / step.run.plan.step_s)))
     if step.memory:
         warm_up = 4  # the third step is recorded, and the fourth may be captured as a CUDA graph
-    else:
+    elif repeats > 1:
         warm_up = 3 if repeats > 5 else 1
+    else:
+        warm_up = 0  # the step that `clock` does not count is long enough
     for _ in range(warm_up):
         step()
-    if repeats > 1:
+    if warm_up:
         release(bench)
-        step()
     return clock(bench, step, repeats)
 
 

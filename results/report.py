@@ -414,8 +414,14 @@ SHOWN = (  # the rows of README.md's table: hardware, model, tokens
 )
 
 
+def step_text(row: dict) -> str:
+    """Return the tokens of a row's step: "64K", or "4 x 4K" for several sequences."""
+    sequences = f"{row['batch']} x " if row["batch"] > 1 else ""
+    return sequences + tokens_text(row["seq"])
+
+
 def comparisons() -> dict[tuple[str, str, str], tuple[dict, dict]]:
-    """Return {(hardware, model, tokens): (our row, the fastest peer's row)}, one sequence per step.
+    """Return {(hardware, model, tokens of a step): (our row, the fastest peer's row)}.
 
     Both are the newest rows of their settings. Ours is as planned, maybe with planned memory, and
     never a setting that a person chose. The peer is the fastest of all that were tried. Both compute
@@ -423,16 +429,14 @@ def comparisons() -> dict[tuple[str, str, str], tuple[dict, dict]]:
     """
     fastest = {}
     for row in newest(read_rows("long")):
-        if is_older(row) or not row.get("step_s") or row["batch"] != 1:
+        if is_older(row) or not row.get("step_s"):
             continue
         if "fp8" in row["label"].split():
             continue
         peer = row["label"].startswith(tuple(PEERS))
         if not peer and row["label"] not in ("ours", "ours planned memory"):
             continue
-        by_system = fastest.setdefault(
-            (hardware_of(row), row["model"], tokens_text(row["seq"])), {}
-        )
+        by_system = fastest.setdefault((hardware_of(row), row["model"], step_text(row)), {})
         best = by_system.get(peer)
         if best is None or row["step_s"] < best["step_s"]:
             by_system[peer] = row
@@ -527,7 +531,8 @@ def all_comparisons() -> str:
     """Return a table of every comparison with the fastest peer, from few GPUs to many."""
 
     def size(where: tuple[str, str, str]) -> tuple:
-        return *where[:2], int(where[2].rstrip("K").replace(",", ""))
+        ours, _ = found[where]
+        return *where[:2], ours["seq"], ours["batch"]
 
     found = comparisons()
     return markdown(
@@ -545,6 +550,81 @@ def all_comparisons() -> str:
             for where in sorted(found, key=size)
         ],
         left=("hardware", "model", "attention", "which peer"),
+    )
+
+
+PRECISIONS = {  # column -> the labels of our rows that it shows
+    "bf16": ("ours",),
+    "bf16 states": ("ours bf16 states", "ours bf16 moments"),
+    "fp8": ("ours fp8",),
+    "fp8, bf16 states": ("ours fp8 and bf16 states", "ours fp8 and bf16 moments"),
+}
+# TGS of https://github.com/als244/ml_dataflow at d6f941d, in its bench/reproduce_results/
+# recorded_data/h100_8b_*.csv: tokens -> one H100, llama3-8b, at most 112 GiB of host memory (64K:
+# 144, 128K: 128), its numbers of sequences 144, 68, 30, 12, 5 and 1
+ML_DATAFLOW = {4096: 12255, 8192: 11406, 16384: 10023, 32768: 7908, 65536: 5487, 131072: 3385}
+
+
+def precisions(model: str = "") -> str:
+    """Return a table of our tokens per second and GPU: products in bf16 or in float8, states in
+    float32 or in bf16. Its rows are the settings that ran with float8, of one model or of all."""
+    settings = {}
+    for row in newest(read_rows("long")):
+        if model and row["model"] != model:
+            continue
+        for column, labels in PRECISIONS.items():
+            if not is_older(row) and row.get("step_s") and row["label"] in labels:
+                where = (num_gpus(row), gpu_of(row), row["model"], row["seq"], row["batch"])
+                settings.setdefault(where, {})[column] = row
+    lines = []
+    for _, found in sorted(settings.items()):
+        if not any("fp8" in column for column in found):
+            continue
+        row = found["bf16"]
+        fastest = max(row["tgs"] for row in found.values())
+        published = ML_DATAFLOW.get(row["seq"]) if row["model"] == "llama3-8b" else None
+        lines.append(
+            {"hardware": hardware_of(row), "model": row["model"], "tokens": step_text(row)}
+            | {name: f"{found[name]['tgs']:,.0f}" if name in found else "-" for name in PRECISIONS}
+            | {"fastest / bf16": f"{fastest / row['tgs']:.2f}"}
+            | {"ml_dataflow, 1 H100": f"{published:,}" if published else "-"}
+        )
+    return markdown(lines)
+
+
+CURVES = {  # column -> first part of a row's label
+    "bf16": "bf16",
+    "`--products fp8`": "fp8",
+    "`--moments bf16`": "bf16 moments",
+}
+
+
+def curves() -> str:
+    """Return a table of the losses with which training ended: the mean loss of the last 50 steps
+    that all runs of a model have, and the validation loss at the end in brackets."""
+    runs, shortest = {}, {}
+    for row in read_rows("precision"):
+        precision, model, seed, *repetition = row["label"].split(", ")
+        if repetition:  # of a run that the table has
+            continue
+        flags = flag_values(row["flags"])
+        tens = len(row["mean_losses_of_10_steps"])
+        shortest[model] = min(tens, shortest.get(model, tens))
+        tokens_per_step = tokens_text(row["seq"] * int(flags["--batch"]))
+        run = (f"{model}, {tokens_per_step}", f"{int(flags['--steps']):,}", seed.split()[-1])
+        runs.setdefault(run, {})[precision] = row
+
+    def losses(row: dict) -> str:
+        last = row["mean_losses_of_10_steps"][: shortest[row["model"]]][-5:]
+        validation = f" ({row['val_loss']:.4f})" if row["val_loss"] else ""
+        return f"{sum(last) / len(last):.4f}{validation}"
+
+    return markdown(
+        [
+            dict(zip(("model, tokens per step", "steps", "seed"), run))
+            | {column: losses(found[label]) for column, label in CURVES.items()}
+            for run, found in runs.items()
+        ]
     )
 
 
@@ -732,6 +812,8 @@ BLOCKS = {  # first word between <!-- and --> -> what writes the lines behind it
     "normal": normal,
     "speed": speed,
     "comparisons": all_comparisons,
+    "precisions": precisions,
+    "curves": curves,
     "rows": rows_table,
     "versions": versions,
     "errors": errors,

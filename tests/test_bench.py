@@ -371,3 +371,50 @@ def test_bench_micro_batch_is_for_peers_only(monkeypatch, capsys, tmp_path):
     assert {"ours fp8", "fsdp2 full", "transformers bf16 by-layer full"} < sizes.keys()
     assert not any(label.startswith("transformers bf16 fp8") for label in sizes)
     assert args.given["micro_batch"] == "--micro-batch 2"  # a row's command repeats it
+
+
+class FakeGpu:
+    """A queue of work with a clock of its own: the host enqueues steps, and waits for their end."""
+
+    def __init__(self):
+        self.now = self.busy_until = 0.0
+
+    def step(self, seconds: float) -> None:
+        self.now += 0.001  # the host enqueues a step faster than the GPU runs it
+        self.busy_until = max(self.busy_until, self.now) + seconds
+
+    def synchronize(self) -> None:
+        self.now = max(self.now, self.busy_until)
+
+
+def test_clock_does_not_count_what_was_queued_before(monkeypatch):
+    """A step's time does not include work of warm-up steps that the GPU has still to do.
+
+    Catches a clock that starts when the host has enqueued the warm-up, and before the GPU has run
+    it: a single timed step would then seem to take as long as two.
+    """
+    gpu = FakeGpu()
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: gpu)
+    monkeypatch.setattr(bench.time, "perf_counter", lambda: gpu.now)
+    for _ in range(3):
+        gpu.step(5.0)
+    for repeats in (1, 4):
+        seconds = bench.clock(SimpleNamespace(gpu=True), lambda: gpu.step(2.0), repeats)
+        assert seconds == approx(2.0, rel=0.01)
+        gpu.step(7.0)
+
+
+def test_clock_warms_up_at_least_once():
+    """The first step, which compiles, is never timed, even if only one step is."""
+    seconds = iter([0.2, 0.001, 0.001])
+    run = SimpleNamespace(plan=SimpleNamespace(step_s=50.0))
+
+    class SlowFirst:
+        memory = None
+
+        def __call__(self):
+            time.sleep(next(seconds))
+
+    step = SlowFirst()
+    step.run = run
+    assert bench.time_step(SimpleNamespace(gpu=False), step) < 0.1

@@ -68,9 +68,9 @@ def test_compared_rows_are_measured():
     """
     rows = report.read_rows("long")
     seconds = {
-        (report.hardware_of(r), r["model"], report.tokens_text(r["seq"]), f"{r['step_s']:.4g}")
+        (report.hardware_of(r), r["model"], report.step_text(r), f"{r['step_s']:.4g}")
         for r in rows
-        if r.get("step_s")
+        if r.get("step_s") and not report.is_older(r)
     }
     page = (ROOT / "README.md").read_text()
     table = page.partition("<!-- speed -->\n")[2].partition("<!-- end -->")[0].splitlines()[2:]
