@@ -353,7 +353,7 @@ def test_bench_refuses_rows_that_cannot_be_measured(flags, world, error, monkeyp
     assert stopped.value.code == 2 and error in capsys.readouterr().err
 
 
-def test_bench_micro_batch_is_for_peers_only(monkeypatch, capsys, tmp_path):
+def test_bench_micro_batch_is_for_peers_only(group, monkeypatch, tmp_path):
     """--micro-batch reaches every peer's row and none of ours. Rows that need another machine are
     left out.
 

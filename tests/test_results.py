@@ -82,6 +82,31 @@ def test_compared_rows_are_measured():
         assert abs(float(theirs) / float(ours) - float(ratio)) < 0.006, line
 
 
+def test_peers_are_compared_at_one_precision(tmp_path, monkeypatch):
+    """The fastest peer of a comparison computes its products in bf16, as our row does. DeepSpeed is
+    a peer as FSDP2 is.
+
+    Catches a peer whose float8 products are compared with our products in bf16.
+    """
+    monkeypatch.setattr(report, "HERE", tmp_path)
+    seconds = {
+        "ours": 2.0,
+        "ours fp8": 1.5,
+        "transformers bf16 by-layer half": 2.5,
+        "transformers bf16 fp8 by-layer half": 1.0,
+        "fsdp2 full": 3.0,
+    }
+    rows = [A_ROW | {"label": label, "step_s": s} for label, s in seconds.items()]
+    write_rows(tmp_path / "2026-11-2xh200" / "long.jsonl", rows)
+    [(ours, peer)] = report.comparisons().values()
+    assert (ours["label"], peer["label"]) == ("ours", "transformers bf16 by-layer half")
+
+    rows.append(A_ROW | {"label": "deepspeed selective", "step_s": 2.2})
+    write_rows(tmp_path / "2026-11-2xh200" / "long.jsonl", rows)
+    [(ours, peer)] = report.comparisons().values()
+    assert (ours["label"], peer["label"]) == ("ours", "deepspeed selective")
+
+
 def test_pictures_say_what_the_rows_say():
     """speed.svg has the ratios and the MFU of README's table, as text.
 
