@@ -654,6 +654,8 @@ class DeepSpeedStates:
                 "contiguous_gradients": True,
                 "reduce_bucket_size": DEEPSPEED_BUCKET,
                 "stage3_prefetch_bucket_size": DEEPSPEED_BUCKET,
+                # True replaces PyTorch's function `linear`, also for the rows that follow
+                "memory_efficient_linear": False,
             },
         }
         optimizer = torch.optim.AdamW(
@@ -875,9 +877,14 @@ def build_step(row: Row, run: Run) -> Step:
     return PEERS[row.peer](run, options)
 
 
+def timed_steps(bench: Bench, run: Run) -> int:
+    """Return how many steps of a row are timed: about 20 seconds of them, and at least one."""
+    return max(1, min(10 if bench.gpu else 3, int(20 / run.plan.step_s)))
+
+
 def time_step(bench: Bench, step: Step) -> float:
     """Warm a step up, and return its median seconds. A collective."""
-    repeats = max(1, min(10 if bench.gpu else 3, int(20 / step.run.plan.step_s)))
+    repeats = timed_steps(bench, step.run)
     if step.memory:
         warm_up = 4  # the third step is recorded, and the fourth may be captured as a CUDA graph
     elif repeats > 1:
@@ -927,6 +934,7 @@ def measure_row(bench: Bench, row: Row, look: Callable) -> dict:
         if math.isfinite(seconds):
             result |= run.plan.rates(seconds, run.hardware.profile.peak_flops)
             result |= {"step_s": seconds, "bound_ratio": kernels / seconds}
+            result["timed_steps"] = timed_steps(bench, run)
         result["oom"] = math.isinf(seconds)
         if bench.gpu:
             result["gpu_gib"] = max(gather_objects(train.gpu_peak_gib()))

@@ -107,6 +107,23 @@ def test_peers_are_compared_at_one_precision(tmp_path, monkeypatch):
     assert (ours["label"], peer["label"]) == ("ours", "deepspeed selective")
 
 
+def test_rows_of_the_rough_clock_are_known():
+    """A row whose clock began too early is marked, and left out where it may be too short.
+
+    Catches a step that seems faster than it is, in a table that compares.
+    """
+    row = {"table": "long", "label": "ours", "flags": "", "step_s": 50.0, "os_place": "host"}
+    assert report.may_be_too_short(row)
+    assert report.has_rough_clock(row | {"os_place": "gpu"})
+    assert not report.may_be_too_short(row | {"os_place": "gpu"})
+    for right in ({"timed_steps": 1}, {"step_s": 6.0}, {"step_s": None}, {"flags": None}):
+        assert not report.has_rough_clock(row | right), right
+    shown = report.precisions()
+    for row in report.read_rows("long"):
+        if report.may_be_too_short(row):
+            assert f" {row['tgs']:,.0f} |" not in shown, row["label"]
+
+
 def test_pictures_say_what_the_rows_say():
     """speed.svg has the ratios and the MFU of README's table, as text.
 
