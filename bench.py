@@ -691,6 +691,15 @@ class DeepSpeedStates:
         self.engine.step()
         return torch.as_tensor(self.engine.get_global_grad_norm()), loss.isfinite()
 
+    def give_back(self) -> None:
+        """Free the memory of this row. DeepSpeed's caches keep its modules and their coordinator
+        for as long as the process runs, so both are emptied."""
+        modules = list(self.engine.module.modules())
+        coordinator = self.engine.optimizer.parameter_offload.get_param_coordinator()
+        self.engine.destroy()
+        for keeper in (*modules, coordinator):
+            vars(keeper).clear()
+
 
 def deepspeed_step(run: Run, options: list[str]) -> Step:
     """Build a step of the same model and kernels under DeepSpeed's ZeRO-3. options: the words of
@@ -707,7 +716,7 @@ def deepspeed_step(run: Run, options: list[str]) -> Step:
     states = DeepSpeedStates(model, run)
     model.forward_backward = states.forward_backward
     step = Step(run, model, states, random_batch(run))
-    step.cleanup.callback(states.engine.destroy)
+    step.cleanup.callback(states.give_back)
     return step
 
 

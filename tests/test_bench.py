@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+import weakref
 from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
@@ -196,6 +197,7 @@ def deepspeed_worker() -> None:
     ranks."""
     from deepspeed.utils import safe_get_full_fp32_param, safe_set_full_fp32_param
 
+    linear = torch.nn.functional.linear
     table = bench.Bench(torch.device("cpu"), dist.get_rank(), 2, True, Path(), {})
     for recomputed, flags in (
         ("none", "--strategy zero3 --batch 2"),
@@ -206,6 +208,7 @@ def deepspeed_worker() -> None:
         cfg = bench.config(f"--model tiny --seq 64 --micro-batch 1 {flags}")
         ours = bench.make_step(bench.plan_runs(table, cfg)[0])
         with bench.deepspeed_step(bench.peer_run(table, cfg), [recomputed]) as theirs:
+            embedding = weakref.ref(theirs.model.embed.weight)
             # no value is a number of bf16, on which a small update would be lost
             torch.manual_seed(0)
             start = {}
@@ -224,6 +227,11 @@ def deepspeed_worker() -> None:
                 similarity = torch.cosine_similarity(moved.flatten(), their_moved.flatten(), 0)
                 assert similarity > 0.95, (name, recomputed, flags)
 
+        del theirs, p
+        bench.release(table)
+        assert embedding() is None, "the row's weights are still in memory"
+    assert torch.nn.functional.linear is linear
+
 
 @slow
 def test_bench_deepspeed_takes_the_same_steps():
@@ -231,7 +239,7 @@ def test_bench_deepspeed_takes_the_same_steps():
     rounding.
 
     Catches gradients that are averaged where they should be summed, or that the last micro-batch
-    replaces, and a weight that no rank updates.
+    replaces, a weight that no rank updates, and memory or changes of PyTorch that outlive the row.
     """
     importorskip("deepspeed")
     on_ranks(2, deepspeed_worker)
