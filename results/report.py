@@ -111,7 +111,7 @@ def has_rough_clock(row: dict) -> bool:
     with states on the host. A median of three times is right all the same. Rows of the present
     clock say how many steps were timed.
     """
-    by_bench = "train.py" not in row["label"] and row["table"] == "long" and not is_older(row)
+    by_bench = "train.py" not in row["label"] and not is_older(row)
     return by_bench and "timed_steps" not in row and 3 * (row.get("step_s") or 0) > 20
 
 

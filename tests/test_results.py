@@ -112,7 +112,7 @@ def test_rows_of_the_rough_clock_are_known():
 
     Catches a step that seems faster than it is, in a table that compares.
     """
-    row = {"table": "long", "label": "ours", "flags": "", "step_s": 50.0, "os_place": "host"}
+    row = {"label": "ours", "flags": "", "step_s": 50.0, "os_place": "host"}
     assert report.may_be_too_short(row)
     assert report.has_rough_clock(row | {"os_place": "gpu"})
     assert not report.may_be_too_short(row | {"os_place": "gpu"})
