@@ -1,4 +1,4 @@
-"""How fast is a training step, beside its kernels alone, FSDP2 and transformers?
+"""How fast is a training step, beside its kernels alone, FSDP2, DeepSpeed and transformers?
 
     python bench.py                              how fast this machine trains the largest model
                                                  that it holds, with many short sequences per step
@@ -13,17 +13,41 @@
                                                  write profiles/NAME.json in --out
 
 A table (make_tables) has rows. A row is one measurement: a label, and flags of train.py. The label
-says what runs, our step or one of two *peers*, which are FSDP2 and transformers:
+says what runs, our step or one of three *peers*, which are FSDP2, DeepSpeed and transformers:
 
     fsdp2 WHAT [host]        the same model and kernels under PyTorch's FSDP2 with Ulysses. Model
                              states are sharded over os ranks, as ZeRO-3 if p > 1 and as ZeRO-2
                              otherwise. WHAT says which layers are recomputed in backward
                              (RECOMPUTED), and host keeps all model states in host memory
-    transformers DTYPE       transformers' model on one GPU, compiled. fp32: float32 weights under
-      [liger] [full]         autocast; bf16: weights and optimizer states in bf16. liger: Liger's
-                             kernels, without compilation, because Liger's loss does not compile.
-                             full: every layer is recomputed
+    deepspeed WHAT           the same model and kernels, and the same WHAT, under DeepSpeed's ZeRO-3,
+                             with Ulysses in our attention instead of DeepSpeed's wrapper
+    transformers DTYPE ...   transformers' model on one GPU, compiled. fp32: float32 weights under
+                             autocast; bf16: weights and optimizer states in bf16. More words:
+        fp8                  torchao's float8 training, which needs a GPU that has float8
+        by-layer             each layer is compiled by itself, instead of the whole model
+        liger-loss           with by-layer: head and loss are Liger's, which never holds all logits
+        liger                all of Liger's kernels, without compilation, because Liger's loss does
+                             not compile
+        half                 every second layer is recomputed in backward
+        three-quarters       three of four layers are recomputed
+        full                 every layer is recomputed
     any other label          our step, as train.py runs it
+
+fp8 is torchao's recipe "tensorwise", its fastest: a tensor has one scale, which is computed from it
+each time. Our --products fp8 has one scale per row. torchao rounds gradients of outputs to
+float8_e5m2, and ours are rounded to float8_e4m3. The head stays in bf16, and so do matrices that
+torchao's own filter finds too small to gain, for example k and v of llama3-8b.
+
+by-layer is for several micro-batches. The backward of a model that is compiled as a whole returns
+all gradients together, so they are in memory twice: the sums, and what is added to them. Compiled
+by layer, only one layer's gradients are. Example: llama3-8b in bf16 takes 60 GiB for weights,
+moments and the sums of gradients. A second copy would take 15 GiB more, and fill an 80 GB GPU.
+
+deepspeed takes our attention, whose all-to-alls share a sequence by heads, as Ulysses does. So both
+peers with our model run the same kernels and all-to-alls. This is simpler than DeepSpeed's own
+wrapper of Ulysses, and DeepSpeed at its strongest. It sums gradients in bf16, its default.
+
+A peer runs all of a rank's sequences at once, unless --micro-batch says how many.
 
 Steps run on random tokens, and a time is the median after a warm-up. MFU counts the model's FLOPs
 (model.flops_per_token), but not those of recomputation. Causal MFU counts half of the attention
@@ -58,7 +82,7 @@ import subprocess
 import sys
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from importlib import metadata
 from pathlib import Path
@@ -281,6 +305,107 @@ def liger_kernels(model: nn.Module) -> Iterator[None]:
         vars(modeling_llama).update(original)
 
 
+@contextlib.contextmanager
+def float8_linears(model: nn.Module, emulate: bool = False) -> Iterator[None]:
+    """Let torchao compute the products of transformers' layers in float8.
+
+    emulate: round operands to float8, but multiply them in float32, as a test does on a CPU.
+
+    torchao changes two functions of PyTorch's compiler for every model in this process, so they are
+    put back at the end. Raises ConfigError if no matrix is large enough for torchao's filter.
+    """
+    from torch._inductor.codegen.triton import TritonOverrides
+    from torchao.float8 import (
+        Float8LinearConfig,
+        _auto_filter_for_recipe,
+        _inductor_patch,
+        convert_to_float8_training,
+    )
+    from torchao.float8.float8_linear import Float8Linear
+
+    recipe = Float8LinearConfig.from_recipe_name("tensorwise")
+    original = {name: vars(TritonOverrides)[name] for name in ("minimum", "maximum")}
+    try:
+        convert_to_float8_training(
+            model,
+            config=replace(recipe, emulate=emulate),
+            module_filter_fn=_auto_filter_for_recipe("tensorwise", filter_fqns=["lm_head"]),
+        )
+        if not any(isinstance(module, Float8Linear) for module in model.modules()):
+            raise ConfigError("torchao's filter finds every matrix of this model too small for fp8")
+        yield
+    finally:
+        for name, function in original.items():
+            setattr(TritonOverrides, name, function)
+        _inductor_patch._PATCHED = False  # so that torchao changes them again for the next row
+
+
+# word of a label -> n: one layer in n is not recomputed (0: all layers are)
+TRANSFORMERS_RECOMPUTED = {"half": 2, "three-quarters": 4, "full": 0}
+
+
+def recompute_layers(model: nn.Module, kept: int) -> None:
+    """Recompute the layers of transformers' model in backward, except one in `kept` (0: none)."""
+    model.gradient_checkpointing_enable()
+    for i, layer in enumerate(model.model.layers):
+        layer.gradient_checkpointing = kept == 0 or i % kept > 0
+
+
+def by_layer_loss(model: nn.Module, liger_loss: bool) -> Callable:
+    """Compile each layer of transformers' model by itself, and its head with the loss.
+
+    Returns a function of (tokens, labels, scale) whose result is the loss. liger_loss: Liger's head
+    and loss, which are not compiled.
+    """
+    for layer in model.model.layers:
+        layer.compile(dynamic=False)
+
+    if liger_loss:
+        from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
+
+        loss_of_head = LigerFusedLinearCrossEntropyLoss(reduction="sum")
+
+        def head_loss(hidden, labels, scale):
+            rows = hidden.flatten(0, 1)
+            return loss_of_head(model.lm_head.weight, rows, labels.flatten()) * scale
+    else:
+
+        @functools.partial(torch.compile, dynamic=False)
+        def head_loss(hidden, labels, scale):
+            return model.loss_function(
+                model.lm_head(hidden),
+                labels,
+                model.config.vocab_size,
+                num_items_in_batch=1 / scale,
+                shift_labels=labels,
+            )
+
+    def loss_of(tokens, labels, scale):
+        hidden = model.model(tokens, use_cache=False).last_hidden_state
+        return head_loss(hidden, labels, scale)
+
+    return loss_of
+
+
+def whole_model_loss(model: nn.Module, compiled: bool) -> Callable:
+    """Compile transformers' model as a whole, if `compiled`.
+
+    Returns a function of (tokens, labels, scale) whose result is the loss.
+    """
+    call_model = torch.compile(model, dynamic=False) if compiled else model
+
+    def loss_of(tokens, labels, scale):
+        return call_model(
+            tokens,
+            labels=labels,
+            shift_labels=labels,
+            use_cache=False,
+            num_items_in_batch=1 / scale,
+        ).loss
+
+    return loss_of
+
+
 def transformers_step(run: Run, options: list[str]) -> Step:
     """Build a step of transformers' model on one rank. With the same weights its losses are
     those of our model, up to rounding.
@@ -298,21 +423,20 @@ def transformers_step(run: Run, options: list[str]) -> Step:
             model = AutoModelForCausalLM.from_config(hf_config, attn_implementation="sdpa")
         if "liger" in options:
             cleanup.enter_context(liger_kernels(model))
-        if "full" in options:
-            model.gradient_checkpointing_enable()
+        if "fp8" in options:
+            cleanup.enter_context(float8_linears(model))
+        for word in TRANSFORMERS_RECOMPUTED.keys() & set(options):
+            recompute_layers(model, TRANSFORMERS_RECOMPUTED[word])
         # drop what other rows have compiled, which counts toward PyTorch's limit of recompilations
         torch.compiler.reset()
-        call_model = model if "liger" in options else torch.compile(model, dynamic=False)
+        if "by-layer" in options:
+            model_loss = by_layer_loss(model, "liger-loss" in options)
+        else:
+            model_loss = whole_model_loss(model, compiled="liger" not in options)
 
         def loss_of(tokens, labels, scale, *_):
             with torch.autocast(run.device.type, torch.bfloat16, enabled=not bf16_weights):
-                return call_model(
-                    tokens,
-                    labels=labels,
-                    shift_labels=labels,
-                    use_cache=False,
-                    num_items_in_batch=1 / scale,
-                ).loss
+                return model_loss(tokens, labels, scale)
 
         # LLaMA.forward_backward calls loss_of in place of our model. The choice of kernels covers
         # backward, too, because recomputation chooses a kernel again
@@ -496,7 +620,108 @@ def fsdp2_step(run: Run, options: list[str]) -> Step:
     return Step(run, model, Fsdp2States(model, run, "host" in options), random_batch(run))
 
 
-PEERS = {"fsdp2": fsdp2_step, "transformers": transformers_step}  # by a label's first word
+DEEPSPEED_BUCKET = 500_000_000  # elements that DeepSpeed gathers ahead, and reduces together
+
+
+class DeepSpeedStates:
+    """The states of DeepSpeed's ZeRO-3, with the methods of States that train.run_step calls."""
+
+    def __init__(self, model: LLaMA, run: Run):
+        """Shard the model (bf16, whole on every rank) over all ranks.
+
+        Master weights and moments are float32. PyTorch's fused AdamW updates them, because
+        DeepSpeed's own has to be compiled. A layer is one unit of ZeRO-3 (a leaf module), so that
+        its matrices are gathered together. The model itself gathers what is outside of layers.
+        """
+        import deepspeed
+
+        deepspeed.utils.logger.setLevel("WARNING")
+        # DeepSpeed reads it; without torchrun nobody has set it
+        os.environ.setdefault("LOCAL_RANK", str(run.device.index or 0))
+        deepspeed.utils.set_z3_leaf_modules(model, [WholeBlock])
+        for name, p in model.named_parameters():
+            if not name.startswith("blocks."):
+                deepspeed.zero.register_external_parameter(model, p)
+
+        settings = {
+            "train_micro_batch_size_per_gpu": run.plan.micro_batch,
+            "gradient_accumulation_steps": run.plan.micro_batches,
+            "bf16": {"enabled": True, "check_grad_overflow": False},
+            "gradient_clipping": 1.0,
+            "zero_optimization": {
+                "stage": 3,
+                "overlap_comm": True,
+                "contiguous_gradients": True,
+                "reduce_bucket_size": DEEPSPEED_BUCKET,
+                "stage3_prefetch_bucket_size": DEEPSPEED_BUCKET,
+                # True replaces PyTorch's function `linear`, also for the rows that follow
+                "memory_efficient_linear": False,
+            },
+        }
+        optimizer = torch.optim.AdamW(
+            model.parameters(), betas=(0.9, 0.95), weight_decay=0.1, fused=True
+        )
+        self.engine, *_ = deepspeed.initialize(
+            model=model, optimizer=optimizer, config=settings, dist_init_required=False
+        )
+        self.ranks = run.plan.ranks
+
+    def forward_backward(self, micro_batches: Iterable[tuple]) -> Tensor:
+        """Do what LLaMA.forward_backward does. DeepSpeed divides gradients by the number of ranks,
+        and our losses are shares of the step's loss, so they are multiplied by it."""
+        loss = 0.0
+        for micro_batch in micro_batches:
+            micro_batch_loss = self.engine(*micro_batch)
+            self.engine.backward(micro_batch_loss * self.ranks, scale_wrt_gas=False)
+            if not self.engine.is_gradient_accumulation_boundary():
+                self.engine.step()  # counts the micro-batch
+            loss += micro_batch_loss.detach()
+        return loss
+
+    def begin_step(self) -> None:
+        pass
+
+    finish_gradients = begin_step
+
+    def update(self, lr: float, clip: float, loss: Tensor) -> tuple[Tensor, Tensor]:
+        optimizer = self.engine.optimizer
+        optimizer.clip_grad = clip
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+        self.engine.step()
+        return torch.as_tensor(self.engine.get_global_grad_norm()), loss.isfinite()
+
+    def give_back(self) -> None:
+        """Free the memory of this row. DeepSpeed's caches keep its modules and their coordinator
+        for as long as the process runs, so both are emptied."""
+        modules = list(self.engine.module.modules())
+        coordinator = self.engine.optimizer.parameter_offload.get_param_coordinator()
+        self.engine.destroy()
+        for keeper in (*modules, coordinator):
+            vars(keeper).clear()
+
+
+def deepspeed_step(run: Run, options: list[str]) -> Step:
+    """Build a step of the same model and kernels under DeepSpeed's ZeRO-3. options: the words of
+    the row's label after "deepspeed", the first of which is a key of RECOMPUTED. A collective."""
+    attention = train.make_attention(run, groups_of(1, 1))
+    with torch.device("meta"):
+        model = Fsdp2Model(run.plan.model, attention, recomputed=options[0])
+    model.to(torch.bfloat16).to_empty(device=run.device)
+    # ranks draw the same weights, because DeepSpeed keeps small ones whole on every rank
+    generator = torch.Generator(run.device).manual_seed(0)
+    for p in model.parameters():
+        nn.init.normal_(p, float(p.dim() == 1), 0.02, generator=generator)
+
+    states = DeepSpeedStates(model, run)
+    model.forward_backward = states.forward_backward
+    step = Step(run, model, states, random_batch(run))
+    step.cleanup.callback(states.give_back)
+    return step
+
+
+# by a label's first word
+PEERS = {"fsdp2": fsdp2_step, "deepspeed": deepspeed_step, "transformers": transformers_step}
 
 
 # ---------------------------------------------------------------------------- clocks
@@ -635,7 +860,7 @@ def kernel_seconds(bench: Bench, run: Run) -> float:
 class Row:
     """One measurement: a label, and the flags of train.py that it adds to its table's."""
 
-    label: str  # "fsdp2 ..." and "transformers ..." are peers, every other label is ours
+    label: str  # if its first word is one of PEERS, the row runs a peer; every other label is ours
     flags: str = ""
     # as in train.py: PyTorch's allocator may grow a segment of memory instead of adding another
     expandable_segments: bool = True
@@ -1001,7 +1226,7 @@ def make_tables(ranks: int, nodes: int, short_seq: int) -> dict[str, Table]:
             takes="quick",
         ),
         "long": Table(
-            "our step beside FSDP2 and transformers, on one sequence per step",
+            "our step beside FSDP2, DeepSpeed and transformers, on one sequence per step",
             [
                 Row("ours"),
                 Row("ours planned memory",          "--memplan on"),
@@ -1018,16 +1243,35 @@ def make_tables(ranks: int, nodes: int, short_seq: int) -> dict[str, Table]:
                 Row("fsdp2 selective",              f"--sp {ranks} --strategy zero3"),
                 Row("fsdp2 selective host",         f"--sp {ranks} --strategy zero3"),
                 Row("fsdp2 full",                   f"--sp {ranks} --strategy zero3"),
+                Row("fsdp2 full host",              f"--sp {ranks} --strategy zero3"),
+                Row("deepspeed none",               f"--sp {ranks} --strategy zero3"),
+                Row("deepspeed half-selective",     f"--sp {ranks} --strategy zero3"),
+                Row("deepspeed selective",          f"--sp {ranks} --strategy zero3"),
+                Row("deepspeed full",               f"--sp {ranks} --strategy zero3"),
                 Row("transformers fp32"),
                 Row("transformers bf16"),
                 Row("transformers fp32 liger"),
                 Row("transformers bf16 full"),
                 Row("transformers bf16 liger"),
                 Row("transformers bf16 liger full"),
+                Row("transformers bf16 by-layer"),
+                Row("transformers bf16 by-layer half"),
+                Row("transformers bf16 by-layer three-quarters"),
+                Row("transformers bf16 by-layer full"),
+                Row("transformers bf16 by-layer liger-loss full"),
+                Row("transformers bf16 fp8",        "--products fp8"),
+                Row("transformers bf16 fp8 full",   "--products fp8"),
+                Row("transformers bf16 fp8 by-layer", "--products fp8"),
+                Row("transformers bf16 fp8 by-layer half", "--products fp8"),
+                Row("transformers bf16 fp8 by-layer three-quarters", "--products fp8"),
+                Row("transformers bf16 fp8 by-layer full", "--products fp8"),
+                Row("transformers bf16 fp8 by-layer liger-loss", "--products fp8"),
+                Row("transformers bf16 fp8 by-layer liger-loss half", "--products fp8"),
+                Row("transformers bf16 fp8 by-layer liger-loss full", "--products fp8"),
             ],
             flags="--batch 1",
             variants=seqs,
-            takes="rows model seq batch",
+            takes="rows model seq batch micro_batch",
         ),
         "shard": Table(
             "sharding factors beside those of FSDP2, without recomputation",
@@ -1141,8 +1385,12 @@ def tables_here() -> dict[str, Table]:
     """Return the tables for the ranks and nodes that torchrun (or --nodes) says there are."""
     ranks = int(os.environ.get("WORLD_SIZE", 1))
     ranks_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
-    device_type = "cuda" if torch.cuda.is_available() else "cpu"
-    return make_tables(ranks, ranks // ranks_per_node, SHORT_SEQ[device_type])
+    return make_tables(ranks, ranks // ranks_per_node, SHORT_SEQ[device_here()])
+
+
+def device_here() -> str:
+    """Return the type of the devices that rows are measured on: "cuda" or "cpu"."""
+    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 # ---------------------------------------------------------------------------- print and write
@@ -1234,7 +1482,8 @@ def as_text(rows: list[dict]) -> tuple[list[str], list[list[str]]]:
 def versions() -> dict[str, str]:
     """Return the versions of Python and of the installed packages that decide the speed."""
     names = (
-        "torch flash-attn-4 triton nvidia-cudnn-cu13 nvidia-nccl-cu13 transformers liger-kernel"
+        "torch flash-attn-4 triton nvidia-cudnn-cu13 nvidia-nccl-cu13 transformers liger-kernel "
+        "torchao deepspeed"
     ).split()
     return {"python": platform.python_version()} | {
         package.name: package.version
@@ -1262,6 +1511,7 @@ BENCH_FLAGS = {  # flag that bench.py itself handles -> its help
     "quick": "measure a small model, which takes a minute",
     "rows": "measure only the rows with these labels, for example 'ours,fsdp2 full'",
     "seq": "tokens per sequence, one or several, for example 64K,128K",
+    "micro_batch": "sequences that every peer's row runs at once, for example 1; ours are planned",
     "nodes": "split this node's ranks into so many nodes, which reach each other only by sockets",
 }
 TRAIN_FLAGS = {  # flag of train.py, which is added to every row's flags -> its help
@@ -1343,12 +1593,30 @@ def check(args: argparse.Namespace, table: Table) -> None:
             raise ValueError(
                 f"--rows {label}: there is no such row; the rows are {', '.join(labels)}"
             )
-        if label.startswith("transformers") and world > 1:
-            raise ValueError(f"--rows {label}: transformers' model runs on one rank, not {world}")
+        if reason := why_unmeasured(Row(label), world):
+            raise ValueError(f"--rows {label}: {reason}")
     if args.nodes and args.nodes not in map(str, planner.divisors(world)):
         raise ValueError(f"--nodes {args.nodes} must divide the {world} ranks")
+    size = f"--micro-batch {args.micro_batch}" if args.micro_batch else ""
     for seq in listed(args.seq) or ["4K"]:
-        config(f"{args.flags} --seq {seq}")
+        cfg = config(f"{table.flags} {args.flags} --seq {seq} {size}")
+    if cfg.batch and cfg.micro_batch and cfg.batch % cfg.micro_batch:
+        fitting = max(n for n in planner.divisors(cfg.batch) if n <= cfg.micro_batch)
+        raise ValueError(
+            f"--micro-batch {cfg.micro_batch} does not divide the step's {cfg.batch} sequences; "
+            f"{fitting} does"
+        )
+
+
+def why_unmeasured(row: Row, world: int) -> str | None:
+    """Return why a row is not measured on `world` ranks of this machine, None if it is."""
+    if row.peer != "transformers":
+        return None
+    if world > 1:
+        return f"transformers' model runs on one rank, not {world}"
+    if "fp8" in row.label.split() and not fp8.has_float8(torch.device(device_here())):
+        return "torchao's float8 products need a GPU with float8 (Hopper or later)"
+    return None
 
 
 def listed(text: str | None) -> tuple[str, ...]:
@@ -1372,9 +1640,12 @@ def measure_table(bench: Bench, args: argparse.Namespace) -> None:
             for row in rows:
                 if args.rows and row.label not in listed(args.rows):
                     continue
-                if row.peer == "transformers" and bench.world > 1:
-                    continue  # that model runs on one rank
-                attempt(bench, replace(row, flags=f"{shared} {row.flags}"), table.look)
+                if why_unmeasured(row, bench.world):
+                    continue
+                flags = f"{shared} {row.flags}"
+                if row.peer and args.micro_batch:
+                    flags += f" --micro-batch {args.micro_batch}"
+                attempt(bench, replace(row, flags=flags), table.look)
     except KeyboardInterrupt:
         stopped = True
 

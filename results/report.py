@@ -157,16 +157,21 @@ def tokens_text(tokens: int) -> str:
 
 # ---------------------------------------------------------------------------- labels in words
 
+PEERS = {"fsdp2": "FSDP2", "deepspeed": "DeepSpeed", "transformers": "transformers"}
 PEER_WORDS = {  # word of a peer's label -> what it says
     "none": "recomputes nothing",
     "half-selective": "recomputes all but attention in every second layer",
     "selective": "recomputes all but attention",
     "half": "recomputes every second layer",
+    "three-quarters": "recomputes three of four layers",
     "full": "recomputes every layer",
     "host": "model states on the host",
     "fp32": "float32 weights",
     "bf16": "bf16 weights and states",
     "liger": "Liger's kernels",
+    "liger-loss": "Liger's loss",
+    "fp8": "torchao's float8 products",
+    "by-layer": "compiled by layer",
 }
 
 
@@ -188,8 +193,8 @@ OUR_WORDS = (  # what a label of ours says -> in words. What the plan says, too,
 def what_ran(row: dict) -> str:
     """Return what a row measured, in words: the system, what its label says, and its plan."""
     system, *words = re.split("[ ,]+", row["label"])
-    if system in ("fsdp2", "transformers"):
-        name = "FSDP2" if system == "fsdp2" else system
+    if system in PEERS:
+        name = PEERS[system]
         words = [PEER_WORDS.get(word, word) for word in words if not word.startswith("M=")]
         return ", ".join([name, *words])
 
@@ -398,7 +403,14 @@ def versions() -> str:
     """Return a list: which versions of packages have measured, in how many rows."""
     counts = {}
     for row in read_rows():
-        names = ("torch", "flash-attn-4", "transformers", "nvidia-nccl-cu13")
+        names = (
+            "torch",
+            "flash-attn-4",
+            "transformers",
+            "torchao",
+            "deepspeed",
+            "nvidia-nccl-cu13",
+        )
         texts = [f"{name} {row['versions'][name]}" for name in names if name in row["versions"]]
         text = f"Python {row['versions']['python']}, {', '.join(texts)}"
         counts[text] = counts.get(text, 0) + 1
@@ -429,13 +441,16 @@ def comparisons() -> dict[tuple[str, str, str], tuple[dict, dict]]:
     """Return {(hardware, model, tokens of a step): (our row, the fastest peer's row)}.
 
     Both are the newest rows of their settings. Ours is as planned, maybe with planned memory, and
-    never a setting that a person chose. The peer is the fastest of all that were tried.
+    never a setting that a person chose. The peer is the fastest of all that were tried. Both compute
+    products in bf16, because a step whose products are in float8 is another one.
     """
     fastest = {}
     for row in newest(read_rows("long")):
         if is_older(row) or not row.get("step_s"):
             continue
-        peer = row["label"].startswith(("fsdp2", "transformers"))
+        if "fp8" in row["label"].split():
+            continue
+        peer = row["label"].startswith(tuple(PEERS))
         if not peer and row["label"] not in ("ours", "ours planned memory"):
             continue
         by_system = fastest.setdefault((hardware_of(row), row["model"], step_text(row)), {})

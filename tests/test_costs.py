@@ -471,8 +471,8 @@ def test_predictions_are_what_was_measured():
         if r["question"] == "K, 1b 4K" and r["batch"] == 1:  # it waits for its host, a faster one
             assert 1 < r["now_s"] / r["step_s"] < 1.35
             known.remove(r)
-        elif r.get("products") == "fp8":  # its casts are faster than the profile's mean kernel
-            assert 1 < r["now_s"] / r["step_s"] < 1.1
+        elif r.get("products") == "fp8":  # H100 profiles have no rate of casts, H200 ones have one
+            assert 0.92 < r["now_s"] / r["step_s"] < 1.1
             known.remove(r)
         elif r["gpus"] == 2 and r["gpu"] == "H100":  # of another machine than the profile's
             assert 0.9 < r["now_s"] / r["step_s"] < 1
