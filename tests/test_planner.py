@@ -621,7 +621,7 @@ def test_planner_places_rings(tmp_path):
         ),
         (
             "--ranks 8 --pp 2 --batch 4 --resident-layers 32",
-            "32: a virtual .* 12 layers; at most 12",
+            "32: backward reaches 12 layers of .*; at most 12",
         ),
         (
             "--ranks 1 --batch 512 --micro-batch 2 --grad-sums dtype",
