@@ -19,6 +19,7 @@ from pytest import approx, importorskip, raises, skip
 
 import bench
 import hf
+import peers
 import planner
 from model import MODELS
 from ranks import ConfigError
@@ -173,7 +174,7 @@ def fsdp2_worker() -> None:
     ):
         cfg = bench.config(f"--model tiny --seq 64 --micro-batch 1 {flags}")
         ours = bench.make_step(bench.plan_runs(table, cfg)[0])
-        theirs = bench.fsdp2_step(bench.peer_run(table, cfg), recomputed.split())
+        theirs = peers.fsdp2_step(bench.peer_run(table, cfg), recomputed.split())
         weights = {
             name: weight.full_tensor().detach() for name, weight in theirs.model.named_parameters()
         }
@@ -207,7 +208,7 @@ def deepspeed_worker() -> None:
     ):
         cfg = bench.config(f"--model tiny --seq 64 --micro-batch 1 {flags}")
         ours = bench.make_step(bench.plan_runs(table, cfg)[0])
-        with bench.deepspeed_step(bench.peer_run(table, cfg), [recomputed]) as theirs:
+        with peers.deepspeed_step(bench.peer_run(table, cfg), [recomputed]) as theirs:
             embedding = weakref.ref(theirs.model.embed.weight)
             # no value is a number of bf16, on which a small update would be lost
             torch.manual_seed(0)
@@ -256,7 +257,7 @@ def test_bench_transformers_takes_the_same_steps(options, group, tmp_path):
     table = bench.Bench(torch.device("cpu"), 0, 1, True, Path(), {})
     cfg = bench.config("--model tiny --seq 64 --batch 4 --micro-batch 2")
     ours = bench.make_step(bench.plan_runs(table, cfg)[0])
-    theirs = bench.transformers_step(bench.peer_run(table, cfg), options.split())
+    theirs = peers.transformers_step(bench.peer_run(table, cfg), options.split())
     theirs.model.save_pretrained(tmp_path)
     _, read = hf.open_weights(tmp_path, ours.run.plan.model)
     ours.states.load(read)
@@ -288,7 +289,7 @@ def test_bench_gives_liger_what_its_loss_takes(group, monkeypatch):
     losses = []
     for options in ("fp32", "fp32 by-layer liger-loss full"):
         torch.manual_seed(0)
-        with bench.transformers_step(run, options.split()) as step:
+        with peers.transformers_step(run, options.split()) as step:
             losses.append([step()[0].item() for _ in range(3)])
     assert losses[1] == approx(losses[0], rel=1e-3) and losses[0][2] < losses[0][0]
 
@@ -303,7 +304,7 @@ def test_bench_recomputes_as_many_layers_as_a_label_says(word, recomputed):
     model = SimpleNamespace(
         model=SimpleNamespace(layers=layers), gradient_checkpointing_enable=lambda: None
     )
-    bench.recompute_layers(model, bench.TRANSFORMERS_RECOMPUTED[word])
+    peers.recompute_layers(model, peers.TRANSFORMERS_RECOMPUTED[word])
     assert sum(layer.gradient_checkpointing for layer in layers) == recomputed
 
 
@@ -318,8 +319,8 @@ def test_bench_float8_peer_takes_nearly_the_same_steps(group, tmp_path, monkeypa
     from torchao.float8.float8_linear import Float8Linear
 
     compiler = TritonOverrides.maximum
-    emulated = partial(bench.float8_linears, emulate=True)
-    monkeypatch.setattr(bench, "float8_linears", emulated)
+    emulated = partial(peers.float8_linears, emulate=True)
+    monkeypatch.setattr(peers, "float8_linears", emulated)
     # torchao's filter leaves smaller matrices in bf16
     small = replace(MODELS["tiny"], layers=2, ffn=1280)
     monkeypatch.setitem(MODELS, "tiny", small)
@@ -328,7 +329,7 @@ def test_bench_float8_peer_takes_nearly_the_same_steps(group, tmp_path, monkeypa
     cfg = bench.config("--model tiny --seq 64 --batch 4 --micro-batch 2")
     run = bench.peer_run(table, cfg)
     for options in ("bf16 fp8", "bf16 fp8 full", "bf16 fp8 by-layer half"):
-        with bench.transformers_step(run, options.split()) as theirs:
+        with peers.transformers_step(run, options.split()) as theirs:
             converted = [
                 name for name, m in theirs.model.named_modules() if isinstance(m, Float8Linear)
             ]
@@ -344,7 +345,7 @@ def test_bench_float8_peer_takes_nearly_the_same_steps(group, tmp_path, monkeypa
 
     monkeypatch.setitem(MODELS, "tiny", replace(small, ffn=512))
     with raises(ConfigError, match="too small for fp8"):
-        bench.transformers_step(bench.peer_run(table, cfg), ["bf16", "fp8"])
+        peers.transformers_step(bench.peer_run(table, cfg), ["bf16", "fp8"])
 
 
 def test_bench_float8_peer_that_is_not_installed_is_a_result(group, monkeypatch):
