@@ -69,7 +69,7 @@ REFUSED = [
     ),
     (
         "train.py --resident-layers 4 --alpha 0.5",
-        "4: a virtual stage .*; at most 3 can stay on the GPU",
+        "4: backward reaches 4 .*; at most 3 can stay on the GPU",
     ),
     (
         "train.py --chunk 8 --alpha 1 --host-memory 0",
