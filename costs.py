@@ -1191,7 +1191,9 @@ class LayerSeconds:
     last_matrix: float  # of backward: its first part, up to the gradients of the matrix `down`
     attention: float  # of forward: attention and its all-to-alls
     post: float  # of forward: from attention's output to the next layer's input
-    recompute: float  # of backward, if the activations of all tokens are recomputed
+    # of the backward of a layer that backward reaches, if the activations of all tokens are
+    # recomputed. The other numbers are means over all layers
+    recompute: float
     named: dict[str, float]  # of both passes: attention, all-to-all, tensor exchanges
 
 
@@ -1354,7 +1356,7 @@ def layer_seconds(est: Estimator, plan: Plan) -> LayerSeconds:
         last_matrix=reached * last_matrix,
         attention=kernel + exchange,
         post=post,
-        recompute=reached * (pre + recomputed_post),
+        recompute=pre + recomputed_post,
         named={
             "attention": kernel + reached * kernel_backward,
             # and a ring's exchanges

@@ -562,8 +562,8 @@ class ChunkedLayers:
         """Begin the forward pass of a micro-batch; return the function that runs one layer.
 
         run_layer(layer, x) runs one layer, given its number in the model: x (B, T, C) ->
-        y (B, T, C). Raises RuntimeError
-        if all host buffers belong to micro-batches that wait for their backward.
+        y (B, T, C). Raises RuntimeError if all host buffers belong to micro-batches that wait for
+        their backward.
         """
 
         def for_all_tokens(t: Tensor, *width: int) -> Tensor:

@@ -23,8 +23,8 @@ like ours. A row's label in bench.py says which one it is:
 Example: "transformers bf16 fp8 by-layer half" is transformers_step(run, ["bf16", "fp8", "by-layer",
 "half"]).
 
-fp8 is torchao's recipe "tensorwise", its fastest: a tensor has one scale, which is computed from it
-each time. Our --products fp8 has one scale per row. torchao rounds gradients of outputs to
+fp8 is torchao's recipe "tensorwise", the fastest in its documentation: a tensor has one scale, which
+is computed from it each time. Our --products fp8 has one scale per row. torchao rounds gradients of outputs to
 float8_e5m2, and ours are rounded to float8_e4m3. The head stays in bf16, and so do matrices that
 torchao's own filter finds too small to gain, for example k and v of llama3-8b.
 
@@ -35,7 +35,7 @@ moments and the sums of gradients. A second copy would take 15 GiB more, and fil
 
 fsdp2 and deepspeed take our attention, whose all-to-alls share a sequence by heads, as Ulysses does.
 So both run the same kernels and all-to-alls. This is simpler than DeepSpeed's own wrapper of
-Ulysses, and DeepSpeed at its strongest. It sums gradients in bf16, its default.
+Ulysses, and as fast as we know how to make it. DeepSpeed sums gradients in bf16, its default.
 
 A peer runs all of a rank's sequences at once, unless bench.py's --micro-batch says how many.
 
@@ -317,7 +317,7 @@ def transformers_step(run: Run, options: list[str]) -> Step:
         return Step(run, model, TorchStates(model), random_batch(run), cleanup=cleanup.pop_all())
 
 
-# ---------------------------------------------------------------------------- our model under FSDP2 and DeepSpeed
+# ---------------------------------------------------------------------------- our model under FSDP2, DeepSpeed
 
 
 class AttentionOperator:
@@ -488,8 +488,9 @@ DEEPSPEED_BUCKET = 500_000_000  # elements that DeepSpeed gathers ahead, and red
 class DeepSpeedStates:
     """The states of DeepSpeed's ZeRO-3, with the methods of States that train.run_step calls."""
 
-    def __init__(self, model: LLaMA, run: Run):
-        """Shard the model (bf16, whole on every rank) over all ranks.
+    def __init__(self, model: LLaMA, run: Run, cleanup: contextlib.ExitStack):
+        """Shard the model (bf16, whole on every rank) over all ranks. cleanup: frees all of it at
+        the end, also if this fails.
 
         Master weights and moments are float32. PyTorch's fused AdamW updates them, because
         DeepSpeed's own has to be compiled. A layer is one unit of ZeRO-3 (a leaf module), so that
@@ -497,6 +498,9 @@ class DeepSpeedStates:
         """
         import deepspeed
 
+        self.engine = None
+        self.modules = list(model.modules())
+        cleanup.callback(self.give_back)
         deepspeed.utils.logger.setLevel("WARNING")
         # DeepSpeed reads it; without torchrun nobody has set it
         os.environ.setdefault("LOCAL_RANK", str(run.device.index or 0))
@@ -556,10 +560,11 @@ class DeepSpeedStates:
     def give_back(self) -> None:
         """Free the memory of this row. DeepSpeed's caches keep its modules and their coordinator
         for as long as the process runs, so both are emptied."""
-        modules = list(self.engine.module.modules())
-        coordinator = self.engine.optimizer.parameter_offload.get_param_coordinator()
-        self.engine.destroy()
-        for keeper in (*modules, coordinator):
+        keepers = self.modules
+        if self.engine:
+            keepers.append(self.engine.optimizer.parameter_offload.get_param_coordinator())
+            self.engine.destroy()
+        for keeper in keepers:
             vars(keeper).clear()
 
 
@@ -575,11 +580,10 @@ def deepspeed_step(run: Run, options: list[str]) -> Step:
     for p in model.parameters():
         nn.init.normal_(p, float(p.dim() == 1), 0.02, generator=generator)
 
-    states = DeepSpeedStates(model, run)
-    model.forward_backward = states.forward_backward
-    step = Step(run, model, states, random_batch(run))
-    step.cleanup.callback(states.give_back)
-    return step
+    with contextlib.ExitStack() as cleanup:
+        states = DeepSpeedStates(model, run, cleanup)
+        model.forward_backward = states.forward_backward
+        return Step(run, model, states, random_batch(run), cleanup=cleanup.pop_all())
 
 
 # by a label's first word

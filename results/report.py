@@ -104,7 +104,8 @@ def is_older(row: dict) -> bool:
 
 
 def has_rough_clock(row: dict) -> bool:
-    """Return whether bench.py's earlier clock timed fewer than three steps of a row.
+    """Return whether bench.py's earlier clock probably timed fewer than three steps of a row. It
+    chose their number by the predicted time, so a slow peer may have had three.
 
     That clock began before the GPU had finished the step before. So its first time was too long by
     the work that was still queued. Or it was too short, if the host was still launching an update
@@ -446,7 +447,7 @@ def comparisons() -> dict[tuple[str, str, str], tuple[dict, dict]]:
     """
     fastest = {}
     for row in newest(read_rows("long")):
-        if is_older(row) or not row.get("step_s"):
+        if is_older(row) or not row.get("step_s") or may_be_too_short(row):
             continue
         if "fp8" in row["label"].split():
             continue
@@ -531,14 +532,14 @@ def claim() -> str:
 
 def normal() -> str:
     """Return a sentence: between which values our MFU and our percent of the bound lie."""
-    rows = [ours for ours, _ in comparisons().values()]
+    rows = [ours for ours, _ in comparisons().values() if ours["batch"] == 1]
     texts = []
     for name in ("mfu_causal", "bound_ratio"):
         values = [row[name] for row in rows]
         texts.append(f"between {min(values):.0%} and {max(values):.0%}")
     lengths = sorted(row["seq"] for row in rows)
     return paragraph(
-        f"In our {len(rows)} rows that are compared with peers, one sequence of "
+        f"In our {len(rows)} rows of one sequence that are compared with peers, of "
         f"{tokens_text(lengths[0])} to {tokens_text(lengths[-1])} tokens on H100s and H200s, MFU is "
         f"{texts[0]}, and the percent of the bound {texts[1]}. Shorter steps are less efficient."
     )
@@ -615,7 +616,8 @@ def precisions(model: str = "") -> str:
             | {"fp8 / bf16": ", ".join(f"{gain:.2f}" for gain in gains) or "-"}
             | {"ml_dataflow, 1 H100": f"{published:,}" if published else "-"}
         )
-    return markdown(lines)
+    empty = [title for title in lines[0] if all(line[title] == "-" for line in lines)]
+    return markdown([{t: cell for t, cell in line.items() if t not in empty} for line in lines])
 
 
 CURVES = {  # column -> first part of a row's label

@@ -15,6 +15,7 @@ import costs
 import hardware
 import model as m
 import offload
+import ops
 import pipeline
 import planner
 import shard
@@ -185,6 +186,33 @@ def test_flops_of_frozen_weights(monkeypatch):
         attention = pairs * (cfg.layers - 2 / 3 * forward_only)
         assert causal == approx(products + attention)
         assert full == approx(products + 2 * attention)
+
+
+class FrozenFirstLayers(m.LLaMA):
+    """A model that trains in its last layer and after it."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        for module in (self.embed, *self.blocks[:-1].modules()):
+            if isinstance(module, ops.Weight):
+                module.frozen = True
+
+
+def test_recomputation_counts_the_layers_that_backward_reaches(monkeypatch):
+    """If backward reaches one layer of four, a quarter of the time is recomputation.
+
+    Catches a layer whose recomputation seems cheap because others have none.
+    """
+    step = replace(STEP, recompute="auto")
+
+    def recomputation(n):
+        plan = replace(step, activations=offload.ActivationPlan(n, 1, n))
+        return costs.predict(plan, round_machine()).seconds["recomputation"]
+
+    of_all = recomputation(4)
+    monkeypatch.setattr(m, "LLaMA", FrozenFirstLayers)
+    assert step.reached_layers == 1
+    assert recomputation(1) == approx(of_all / 4) and of_all > 0
 
 
 @parametrize(

@@ -860,8 +860,7 @@ def test_first_layers_that_are_frozen_have_no_backward(trained, first, kept, gro
     if kept != "all":
         plan = activations_of(kept, 5 - first, 3)
         layers = offload.ChunkedLayers(llama, (2, SEQ), plan, SEQ - 10, CPU, torch.float64)
-        host_bytes = [layers.host_bytes(i) for i in range(plan.swapped_layers)]
-        assert sum(host_bytes) > 0 or not host_bytes
+        assert layers.first == first and len(layers.blocks) == 5 - first
 
     saved = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
