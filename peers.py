@@ -35,7 +35,7 @@ moments and the sums of gradients. A second copy would take 15 GiB more, and fil
 
 fsdp2 and deepspeed take our attention, whose all-to-alls share a sequence by heads, as Ulysses does.
 So both run the same kernels and all-to-alls. This is simpler than DeepSpeed's own wrapper of
-Ulysses, and as fast as we know how to make it. DeepSpeed sums gradients in bf16, its default.
+Ulysses. It is not measured yet. DeepSpeed sums gradients in bf16, its default.
 
 A peer runs all of a rank's sequences at once, unless bench.py's --micro-batch says how many.
 

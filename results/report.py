@@ -583,12 +583,17 @@ PRECISIONS = {  # column -> the labels of our rows that it shows
 ML_DATAFLOW = {4096: 12255, 8192: 11406, 16384: 10023, 32768: 7908, 65536: 5487, 131072: 3385}
 
 
+def rate_text(row: dict) -> str:
+    """Return a row's tokens per second and GPU, with a * if its clock was rough."""
+    return f"{row['tgs']:,.0f}" + "*" * has_rough_clock(row)
+
+
 def precisions(model: str = "") -> str:
     """Return a table of our tokens per second and GPU: products in bf16 or in float8, states in
     float32 or in bf16. Its rows are the settings that ran with float8, or that another project has
-    published; of one model or of all.
+    published, of one model or of all. Raises ValueError if there are none.
 
-    Rows that may be too short are left out."""
+    Rows that may be too short are left out. A * marks the others of the rough clock."""
     settings = {}
     for row in newest(read_rows("long")):
         if is_older(row) or not row.get("step_s") or (model and row["model"] != model):
@@ -612,10 +617,12 @@ def precisions(model: str = "") -> str:
         ]
         lines.append(
             {"hardware": hardware_of(row), "model": row["model"], "tokens": step_text(row)}
-            | {name: f"{found[name]['tgs']:,.0f}" if name in found else "-" for name in PRECISIONS}
+            | {name: rate_text(found[name]) if name in found else "-" for name in PRECISIONS}
             | {"fp8 / bf16": ", ".join(f"{gain:.2f}" for gain in gains) or "-"}
             | {"ml_dataflow, 1 H100": f"{published:,}" if published else "-"}
         )
+    if not lines:
+        raise ValueError(f"precisions {model}: there are no such rows")
     empty = [title for title in lines[0] if all(line[title] == "-" for line in lines)]
     return markdown([{t: cell for t, cell in line.items() if t not in empty} for line in lines])
 
