@@ -68,7 +68,8 @@ stage. The seconds are those of the last stage, which has the most layers, plus 
 Left out: ranks that wait for a slower one, the first step's compilation, reductions of a few
 numbers such as the loss (0.1 % of the shortest steps), the embedding's forward, the last norm, and
 waits for weights that the host is still updating. A pipeline is timed as if a micro-batch ran
-through all layers of a stage at once.
+through all layers of a stage at once. Its activations are counted as if backward reached as many
+layers of every stage as of the last one, which is too many if the first layers are frozen.
 
 If you change model.Block, its matrices and what it saves are counted without an edit here. Its
 element-wise kernels are rows of the tables above `layer_tensors`: add yours there.
