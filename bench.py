@@ -1,4 +1,4 @@
-"""How fast is a training step, beside its kernels alone, FSDP2 and transformers?
+"""How fast is a training step, beside its kernels alone, FSDP2, DeepSpeed and transformers?
 
     python bench.py                              how fast this machine trains the largest model
                                                  that it holds, with many short sequences per step
@@ -13,17 +13,11 @@
                                                  write profiles/NAME.json in --out
 
 A table (make_tables) has rows. A row is one measurement: a label, and flags of train.py. The label
-says what runs, our step or one of two *peers*, which are FSDP2 and transformers:
-
-    fsdp2 WHAT [host]        the same model and kernels under PyTorch's FSDP2 with Ulysses. Model
-                             states are sharded over os ranks, as ZeRO-3 if p > 1 and as ZeRO-2
-                             otherwise. WHAT says which layers are recomputed in backward
-                             (RECOMPUTED), and host keeps all model states in host memory
-    transformers DTYPE       transformers' model on one GPU, compiled. fp32: float32 weights under
-      [liger] [full]         autocast; bf16: weights and optimizer states in bf16. liger: Liger's
-                             kernels, without compilation, because Liger's loss does not compile.
-                             full: every layer is recomputed
-    any other label          our step, as train.py runs it
+says what runs. A label that begins with fsdp2, deepspeed or transformers runs a *peer*, and peers.py
+says what its other words mean. Any other label runs our step, as train.py does. Example: the row
+"fsdp2 selective host" is the same model under FSDP2, which recomputes all but attention, with all
+model states in host memory. A peer runs all of a rank's sequences at once, unless --micro-batch says
+how many.
 
 Steps run on random tokens, and a time is the median after a warm-up. MFU counts the model's FLOPs
 (model.flops_per_token), but not those of recomputation. Causal MFU counts half of the attention
@@ -57,36 +51,27 @@ import statistics
 import subprocess
 import sys
 import time
-import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from importlib import metadata
 from pathlib import Path
 from shlex import quote
-from typing import ClassVar
 
-import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import costs
 import fp8
 import planner
 import train
 from attention import KERNELS, Attention, pick_kernel, why_not
-from data import Window
 from hardware import processor_name, profile_text
-from hf import export_config
 from measure import Machine
 from memplan import write_plan
-from model import MODELS, Block, LLaMA, ModelConfig, param_count, run_block
-from ops import Positions
+from model import MODELS, param_count
+from peers import PEERS, Step, groups_of, random_batch
 from ranks import (
     ConfigError,
-    Groups,
     UnexpectedError,
     all_or_none,
     gather_objects,
@@ -96,7 +81,6 @@ from ranks import (
     start_ranks,
     use_more_queues,
 )
-from replay import StepMemory
 from streams import GIB, NO_LIMIT, host_budget
 from train import Config, Run, device_name
 
@@ -150,29 +134,6 @@ def append_line(file: Path, line: str) -> None:
         f.write(line.encode() + b"\n")
 
 
-@dataclass
-class Step:
-    """A training step on random tokens. Each call runs it once. Used with `with`, it calls
-    `cleanup` at the end."""
-
-    run: Run
-    model: nn.Module
-    states: object  # States, or an object with the same methods
-    batch: train.Batch
-    memory: StepMemory | None = None  # plans the addresses of the step's tensors
-    # at the end, frees planned memory and undoes changes to transformers' modules
-    cleanup: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
-
-    def __call__(self):
-        return train.run_planned(self.memory, self.model, self.states, self.batch, 1e-4, 1.0)
-
-    def __enter__(self) -> "Step":
-        return self
-
-    def __exit__(self, *_) -> None:
-        self.cleanup.close()
-
-
 def config(flags: str) -> Config:
     """Parse train.py's flags. Raises ValueError."""
     return Config(**train.parse(flags.split()))
@@ -186,25 +147,6 @@ def plan_runs(bench: Bench, cfg: Config, gpu: float | None = None) -> list[Run]:
     kernel = all_or_none(pick_kernel, cfg.attention, bench.device, bench.dtype)
     plans, cluster = train.choose_plans(cfg, model, bench.device, kernel, gpu)
     return [Run(cfg, bench.rank, bench.device, kernel, plan, cluster) for plan in plans]
-
-
-@functools.cache
-def groups_of(tp: int, pp: int) -> Groups:
-    """Return the process groups for these degrees. All rows share them, because NCCL does not free
-    a communicator's memory. A collective."""
-    return Groups(tp=tp, pp=pp)
-
-
-def random_batch(run: Run) -> train.Batch:
-    """Return uniform random tokens and their labels (M, B, T/sp). Data-parallel ranks get
-    different ones."""
-    random = np.random.default_rng(run.coordinates.data_rank)
-    size = run.plan.seq + 1
-
-    def window(_: int) -> Window:
-        return Window(random.integers(run.plan.model.vocab, size=size), np.ones(size, bool))
-
-    return train.load_batch(run, 0, window)
 
 
 def make_step(run: Run) -> Step:
@@ -225,257 +167,6 @@ def make_step(run: Run) -> Step:
 # ---------------------------------------------------------------------------- peers
 
 
-class TorchStates:
-    """PyTorch's gradient clipping and fused AdamW, with the methods of States that train.run_step
-    calls."""
-
-    def __init__(self, model: nn.Module):
-        self.model = model
-        self.optimizer = torch.optim.AdamW(
-            model.parameters(), betas=(0.9, 0.95), weight_decay=0.1, fused=True
-        )
-
-    def begin_step(self) -> None:
-        pass
-
-    finish_gradients = begin_step
-
-    def update(self, lr: float, clip: float, loss: Tensor) -> tuple[Tensor, Tensor]:
-        norm = nn.utils.clip_grad_norm_(self.model.parameters(), clip)
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        return norm, loss.isfinite()
-
-
-CUDNN_FIRST = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]
-
-
-@contextlib.contextmanager
-def without_mask() -> Iterator[None]:
-    """Let transformers call PyTorch's attention with is_causal=True and without a mask tensor.
-    Compiled with torch before 2.14, attention would otherwise read a mask from memory."""
-    from transformers import AttentionMaskInterface
-
-    make_mask = AttentionMaskInterface()["sdpa"]
-    AttentionMaskInterface.register("sdpa", lambda *_, **__: None)
-    try:
-        yield
-    finally:
-        AttentionMaskInterface.register("sdpa", make_mask)
-
-
-@contextlib.contextmanager
-def liger_kernels(model: nn.Module) -> Iterator[None]:
-    """Run transformers' model with Liger's kernels. Liger replaces functions and classes in the
-    module modeling_llama, for every model in this process, so they are put back at the end."""
-    from liger_kernel.transformers import apply_liger_kernel_to_llama
-    from transformers.models.llama import modeling_llama
-
-    original = dict(vars(modeling_llama))
-    try:
-        apply_liger_kernel_to_llama(model=model)
-        yield
-    finally:
-        vars(modeling_llama).update(original)
-
-
-def transformers_step(run: Run, options: list[str]) -> Step:
-    """Build a step of transformers' model on one rank. With the same weights its losses are
-    those of our model, up to rounding.
-
-    options: the words of the row's label after "transformers".
-    """
-    from transformers import AutoModelForCausalLM
-
-    bf16_weights = "bf16" in options
-    weights_dtype = torch.bfloat16 if bf16_weights else torch.float32
-    hf_config = export_config(run.plan.model, {}, weights_dtype)
-    with contextlib.ExitStack() as cleanup:
-        cleanup.enter_context(without_mask())
-        with run.device:
-            model = AutoModelForCausalLM.from_config(hf_config, attn_implementation="sdpa")
-        if "liger" in options:
-            cleanup.enter_context(liger_kernels(model))
-        if "full" in options:
-            model.gradient_checkpointing_enable()
-        # drop what other rows have compiled, which counts toward PyTorch's limit of recompilations
-        torch.compiler.reset()
-        call_model = model if "liger" in options else torch.compile(model, dynamic=False)
-
-        def loss_of(tokens, labels, scale, *_):
-            with torch.autocast(run.device.type, torch.bfloat16, enabled=not bf16_weights):
-                return call_model(
-                    tokens,
-                    labels=labels,
-                    shift_labels=labels,
-                    use_cache=False,
-                    num_items_in_batch=1 / scale,
-                ).loss
-
-        # LLaMA.forward_backward calls loss_of in place of our model. The choice of kernels covers
-        # backward, too, because recomputation chooses a kernel again
-        with_cudnn_first = sdpa_kernel(CUDNN_FIRST, set_priority=True)
-        model.forward_backward = with_cudnn_first(
-            functools.partial(LLaMA.forward_backward, loss_of)
-        )
-        # pop_all: the changes stay until the step ends, and not only until this function returns
-        return Step(run, model, TorchStates(model), random_batch(run), cleanup=cleanup.pop_all())
-
-
-class AttentionOperator:
-    """Our attention, called as an operator of PyTorch, so that selective checkpointing can name it.
-
-    An operator takes tensors and numbers but no object, so it finds its attention in `by_number`.
-    An entry lives as long as the model that holds this object.
-    """
-
-    by_number: ClassVar = weakref.WeakValueDictionary()  # number -> Attention
-    next_number: ClassVar = itertools.count()
-
-    def __init__(self, attention: Attention):
-        self.attention = attention
-        self.number = next(self.next_number)
-        self.by_number[self.number] = attention
-
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        return attention_operator(q, k, v, self.number)
-
-    def of_layer(self, i: int) -> "AttentionOperator":
-        return self
-
-
-@torch.library.custom_op("bench::attention", mutates_args=())
-def attention_operator(q: Tensor, k: Tensor, v: Tensor, number: int) -> tuple[Tensor, Tensor]:
-    """Return (o, lse) of the Attention that has this number."""
-    return AttentionOperator.by_number[number].forward(q, k, v)
-
-
-def save_attention(ctx, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
-    *qkv, ctx.number = inputs
-    ctx.save_for_backward(*qkv, *output)
-
-
-def attention_backward(ctx, do: Tensor, _) -> tuple:
-    """Return the gradients of q, k and v, and None for the number."""
-    attention = AttentionOperator.by_number[ctx.number]
-    return *attention.backward(lambda: (do, []), *ctx.saved_tensors), None
-
-
-attention_operator.register_autograd(attention_backward, setup_context=save_attention)
-
-KEEP_ATTENTION = functools.partial(
-    create_selective_checkpoint_contexts, [torch.ops.bench.attention.default]
-)
-# First option of a row -> flags of checkpoint(), and n: one layer in n is recomputed (0: none).
-# selective: a recomputed layer does not run attention again
-RECOMPUTED = {
-    "none": ({}, 0),
-    "half-selective": ({"context_fn": KEEP_ATTENTION}, 2),
-    "selective": ({"context_fn": KEEP_ATTENTION}, 1),
-    "full": ({}, 1),
-}
-
-
-class WholeBlock(Block):
-    """A Block whose call runs the whole layer. FSDP2 needs this, because it unshards and reshards
-    parameters in hooks that run before and after a module's call."""
-
-    forward = run_block
-
-
-class Fsdp2Model(LLaMA):
-    """Our model, made of WholeBlocks. recomputed: the key of RECOMPUTED that says which of them are
-    recomputed in backward."""
-
-    def __init__(self, cfg: ModelConfig, attention: Attention, recomputed: str):
-        checkpoint_flags, every = RECOMPUTED[recomputed]
-        super().__init__(cfg, AttentionOperator(attention) if checkpoint_flags else attention)
-        self.checkpoint_flags = checkpoint_flags
-        self.every = every
-        self.blocks = nn.ModuleList(WholeBlock(cfg) for _ in self.blocks)
-        self.layer_runner = Fsdp2Model.start_layers
-
-    def start_layers(self, positions: Positions, attention: Callable) -> Callable:
-        """Return run_layer(i, x), which calls layer i."""
-
-        def run_layer(i, x):
-            block = self.blocks[i]
-            if self.every == 0 or i % self.every:
-                return block(x, positions, attention)
-            return checkpoint(
-                block, x, positions, attention, use_reentrant=False, **self.checkpoint_flags
-            )
-
-        return run_layer
-
-
-class Fsdp2States(TorchStates):
-    """The states of PyTorch's fully_shard at its best settings: bf16 communication, prefetching,
-    and, if gradients stay whole, one reduction per step, in the last micro-batch."""
-
-    def __init__(self, model: LLaMA, run: Run, on_host: bool):
-        """Shard the model over os ranks. With p > 1 parameters are resharded after each pass
-        (ZeRO-3). With p = 1 parameters and gradients stay whole until the backward of the last
-        micro-batch (ZeRO-2).
-
-        on_host: the shards of all model states are kept and updated in host memory.
-        """
-        from torch.distributed.fsdp import (
-            CPUOffloadPolicy,
-            MixedPrecisionPolicy,
-            OffloadPolicy,
-            fully_shard,
-        )
-
-        plan, f = run.plan, run.plan.factors
-        mesh = fsdp2_mesh(run.device.type, plan.ranks // f.os, f.os)
-        self.reshard = f.p > 1
-        precision = MixedPrecisionPolicy(
-            param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16, cast_forward_inputs=False
-        )
-        offload = CPUOffloadPolicy(run.device.type == "cuda") if on_host else OffloadPolicy()
-        shard = functools.partial(
-            fully_shard, mesh=mesh, mp_policy=precision, offload_policy=offload
-        )
-        for block in model.blocks:
-            shard(block, reshard_after_forward=self.reshard)
-        shard(model, reshard_after_forward=False)
-
-        model.to_empty(device="cpu" if on_host else run.device)
-        for p in model.parameters():
-            nn.init.normal_(p, float(p.dim() == 1), 0.02)
-        for block, next_block in zip(model.blocks, model.blocks[1:]):
-            block.set_modules_to_forward_prefetch([next_block])
-            next_block.set_modules_to_backward_prefetch([block])
-
-        super().__init__(model)
-        self.num_micro_batches = plan.micro_batches
-        self.begun = 0  # micro-batches, of all steps
-        model.register_forward_pre_hook(self.begin_micro_batch)
-
-    def begin_micro_batch(self, *_) -> None:
-        """Tell FSDP2 whether this micro-batch is the last of its step."""
-        self.begun += 1
-        last = self.begun % self.num_micro_batches == 0
-        self.model.set_is_last_backward(last)
-        self.model.set_requires_all_reduce(last)
-        if not self.reshard:  # ZeRO-2: gradients stay whole until the last micro-batch
-            self.model.set_requires_gradient_sync(last)
-            self.model.set_reshard_after_backward(last)
-
-
-@functools.cache
-def fsdp2_mesh(device_type: str, replicas: int, shards: int) -> dist.DeviceMesh:
-    """Return FSDP2's mesh of ranks. `shards` neighbours share the model states, and there are
-    `replicas` such groups. The mesh is made once, for the same reason as groups_of."""
-    mesh = dist.init_device_mesh(
-        device_type, (replicas, shards), mesh_dim_names=("replicate", "shard")
-    )
-    return mesh if replicas > 1 else mesh["shard"]
-
-
 def peer_run(bench: Bench, cfg: Config) -> Run:
     """Return the run of a peer. Layers run whole, and attention has one head group, whose
     all-to-alls NCCL sends. It is planned for unlimited memory, because whether a peer fits is
@@ -484,19 +175,6 @@ def peer_run(bench: Bench, cfg: Config) -> Run:
     run, *_ = plan_runs(bench, cfg, gpu=NO_LIMIT)
     # per_node 0: attention.make_exchange then takes NCCL rather than copies within a node
     return replace(run, plan=replace(run.plan, per_node=0))
-
-
-def fsdp2_step(run: Run, options: list[str]) -> Step:
-    """Build a step of the same model and kernels under FSDP2, sharded over os ranks. options: the
-    words of the row's label after "fsdp2", the first of which is a key of RECOMPUTED.
-    A collective."""
-    attention = train.make_attention(run, groups_of(1, 1))
-    with torch.device("meta"):
-        model = Fsdp2Model(run.plan.model, attention, recomputed=options[0])
-    return Step(run, model, Fsdp2States(model, run, "host" in options), random_batch(run))
-
-
-PEERS = {"fsdp2": fsdp2_step, "transformers": transformers_step}  # by a label's first word
 
 
 # ---------------------------------------------------------------------------- clocks
@@ -635,7 +313,7 @@ def kernel_seconds(bench: Bench, run: Run) -> float:
 class Row:
     """One measurement: a label, and the flags of train.py that it adds to its table's."""
 
-    label: str  # "fsdp2 ..." and "transformers ..." are peers, every other label is ours
+    label: str  # if its first word is one of PEERS, the row runs a peer; every other label is ours
     flags: str = ""
     # as in train.py: PyTorch's allocator may grow a segment of memory instead of adding another
     expandable_segments: bool = True
@@ -1001,7 +679,7 @@ def make_tables(ranks: int, nodes: int, short_seq: int) -> dict[str, Table]:
             takes="quick",
         ),
         "long": Table(
-            "our step beside FSDP2 and transformers, on one sequence per step",
+            "our step beside FSDP2, DeepSpeed and transformers, on one sequence per step",
             [
                 Row("ours"),
                 Row("ours planned memory",          "--memplan on"),
@@ -1018,16 +696,35 @@ def make_tables(ranks: int, nodes: int, short_seq: int) -> dict[str, Table]:
                 Row("fsdp2 selective",              f"--sp {ranks} --strategy zero3"),
                 Row("fsdp2 selective host",         f"--sp {ranks} --strategy zero3"),
                 Row("fsdp2 full",                   f"--sp {ranks} --strategy zero3"),
+                Row("fsdp2 full host",              f"--sp {ranks} --strategy zero3"),
+                Row("deepspeed none",               f"--sp {ranks} --strategy zero3"),
+                Row("deepspeed half-selective",     f"--sp {ranks} --strategy zero3"),
+                Row("deepspeed selective",          f"--sp {ranks} --strategy zero3"),
+                Row("deepspeed full",               f"--sp {ranks} --strategy zero3"),
                 Row("transformers fp32"),
                 Row("transformers bf16"),
                 Row("transformers fp32 liger"),
                 Row("transformers bf16 full"),
                 Row("transformers bf16 liger"),
                 Row("transformers bf16 liger full"),
+                Row("transformers bf16 by-layer"),
+                Row("transformers bf16 by-layer half"),
+                Row("transformers bf16 by-layer three-quarters"),
+                Row("transformers bf16 by-layer full"),
+                Row("transformers bf16 by-layer liger-loss full"),
+                Row("transformers bf16 fp8",        "--products fp8"),
+                Row("transformers bf16 fp8 full",   "--products fp8"),
+                Row("transformers bf16 fp8 by-layer", "--products fp8"),
+                Row("transformers bf16 fp8 by-layer half", "--products fp8"),
+                Row("transformers bf16 fp8 by-layer three-quarters", "--products fp8"),
+                Row("transformers bf16 fp8 by-layer full", "--products fp8"),
+                Row("transformers bf16 fp8 by-layer liger-loss", "--products fp8"),
+                Row("transformers bf16 fp8 by-layer liger-loss half", "--products fp8"),
+                Row("transformers bf16 fp8 by-layer liger-loss full", "--products fp8"),
             ],
             flags="--batch 1",
             variants=seqs,
-            takes="rows model seq batch",
+            takes="rows model seq batch micro_batch",
         ),
         "shard": Table(
             "sharding factors beside those of FSDP2, without recomputation",
@@ -1141,8 +838,12 @@ def tables_here() -> dict[str, Table]:
     """Return the tables for the ranks and nodes that torchrun (or --nodes) says there are."""
     ranks = int(os.environ.get("WORLD_SIZE", 1))
     ranks_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
-    device_type = "cuda" if torch.cuda.is_available() else "cpu"
-    return make_tables(ranks, ranks // ranks_per_node, SHORT_SEQ[device_type])
+    return make_tables(ranks, ranks // ranks_per_node, SHORT_SEQ[device_here()])
+
+
+def device_here() -> str:
+    """Return the type of the devices that rows are measured on: "cuda" or "cpu"."""
+    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 # ---------------------------------------------------------------------------- print and write
@@ -1234,7 +935,8 @@ def as_text(rows: list[dict]) -> tuple[list[str], list[list[str]]]:
 def versions() -> dict[str, str]:
     """Return the versions of Python and of the installed packages that decide the speed."""
     names = (
-        "torch flash-attn-4 triton nvidia-cudnn-cu13 nvidia-nccl-cu13 transformers liger-kernel"
+        "torch flash-attn-4 triton nvidia-cudnn-cu13 nvidia-nccl-cu13 transformers liger-kernel "
+        "torchao deepspeed"
     ).split()
     return {"python": platform.python_version()} | {
         package.name: package.version
@@ -1262,6 +964,7 @@ BENCH_FLAGS = {  # flag that bench.py itself handles -> its help
     "quick": "measure a small model, which takes a minute",
     "rows": "measure only the rows with these labels, for example 'ours,fsdp2 full'",
     "seq": "tokens per sequence, one or several, for example 64K,128K",
+    "micro_batch": "sequences that every peer's row runs at once, for example 1; ours are planned",
     "nodes": "split this node's ranks into so many nodes, which reach each other only by sockets",
 }
 TRAIN_FLAGS = {  # flag of train.py, which is added to every row's flags -> its help
@@ -1343,12 +1046,30 @@ def check(args: argparse.Namespace, table: Table) -> None:
             raise ValueError(
                 f"--rows {label}: there is no such row; the rows are {', '.join(labels)}"
             )
-        if label.startswith("transformers") and world > 1:
-            raise ValueError(f"--rows {label}: transformers' model runs on one rank, not {world}")
+        if reason := why_unmeasured(Row(label), world):
+            raise ValueError(f"--rows {label}: {reason}")
     if args.nodes and args.nodes not in map(str, planner.divisors(world)):
         raise ValueError(f"--nodes {args.nodes} must divide the {world} ranks")
+    size = f"--micro-batch {args.micro_batch}" if args.micro_batch else ""
     for seq in listed(args.seq) or ["4K"]:
-        config(f"{args.flags} --seq {seq}")
+        cfg = config(f"{table.flags} {args.flags} --seq {seq} {size}")
+    if cfg.batch and cfg.micro_batch and cfg.batch % cfg.micro_batch:
+        fitting = max(n for n in planner.divisors(cfg.batch) if n <= cfg.micro_batch)
+        raise ValueError(
+            f"--micro-batch {cfg.micro_batch} does not divide the step's {cfg.batch} sequences; "
+            f"{fitting} does"
+        )
+
+
+def why_unmeasured(row: Row, world: int) -> str | None:
+    """Return why a row is not measured on `world` ranks of this machine, None if it is."""
+    if row.peer != "transformers":
+        return None
+    if world > 1:
+        return f"transformers' model runs on one rank, not {world}"
+    if "fp8" in row.label.split() and not fp8.has_float8(torch.device(device_here())):
+        return "torchao's float8 products need a GPU with float8 (Hopper or later)"
+    return None
 
 
 def listed(text: str | None) -> tuple[str, ...]:
@@ -1372,9 +1093,12 @@ def measure_table(bench: Bench, args: argparse.Namespace) -> None:
             for row in rows:
                 if args.rows and row.label not in listed(args.rows):
                     continue
-                if row.peer == "transformers" and bench.world > 1:
-                    continue  # that model runs on one rank
-                attempt(bench, replace(row, flags=f"{shared} {row.flags}"), table.look)
+                if why_unmeasured(row, bench.world):
+                    continue
+                flags = f"{shared} {row.flags}"
+                if row.peer and args.micro_batch:
+                    flags += f" --micro-batch {args.micro_batch}"
+                attempt(bench, replace(row, flags=flags), table.look)
     except KeyboardInterrupt:
         stopped = True
 

@@ -15,7 +15,8 @@ Legend:
     V vocabulary                            P parameters of a rank before they are sharded. Frozen
                                             ones are in `parameters` and in gathers only
     p, g, os sharding factors (AMSP)        e bytes per element, tp tensor-parallel ranks
-    n layers of a virtual stage. The last k are resident: they copy nothing to the host
+    n layers of a virtual stage that backward reaches: all, unless the first ones are frozen. The
+      last k of them are resident: they copy nothing to the host
     m layers per group. Only a group's first layer saves its input x
     x a layer's input, o attention's output, h = x + the output projection of o
     y the layer's output, dx the gradient of x, and so on
@@ -67,8 +68,8 @@ stage. The seconds are those of the last stage, which has the most layers, plus 
 Left out: ranks that wait for a slower one, the first step's compilation, reductions of a few
 numbers such as the loss (0.1 % of the shortest steps), the embedding's forward, the last norm, and
 waits for weights that the host is still updating. A pipeline is timed as if a micro-batch ran
-through all layers of a stage at once. If the first layers are frozen, so that backward does not
-reach them, their bytes are counted all the same in token chunks and in a pipeline.
+through all layers of a stage at once. Its activations are counted as if backward reached as many
+layers of every stage as of the last one, which is too many if the first layers are frozen.
 
 If you change model.Block, its matrices and what it saves are counted without an edit here. Its
 element-wise kernels are rows of the tables above `layer_tensors`: add yours there.
@@ -356,12 +357,19 @@ class Plan:
         return self.batch // self.dp // self.micro_batch
 
     @property
-    def layers_in_flight(self) -> int:
-        """Return how many layers at most have run forward but not backward, on one stage.
+    def reached_layers(self) -> int:
+        """Return n, how many layers of a virtual stage backward reaches at most. They are the
+        model's last ones (LLaMA.forward_only_layers)."""
+        reached = self.model.layers - self.counts.forward_only_layers
+        return min(reached, self.virtual_stage_layers)
 
-        A layer counts once per micro-batch. In Megatron's order of passes, the first stage has the
-        most. `forwards_ahead` is how many forwards of virtual stages it runs before its first
-        backward ends.
+    @property
+    def passes_in_flight(self) -> int:
+        """Return how many micro-batches at most have run forward but not backward, on one stage.
+
+        A micro-batch counts once per virtual stage. In Megatron's order of passes, the first stage
+        has the most. `forwards_ahead` is how many forwards of virtual stages it runs before its
+        first backward ends.
         """
         stages, virtual_stages = self.pp, self.pp_chunks
         if virtual_stages == 1:
@@ -370,7 +378,7 @@ class Plan:
             forwards_ahead = stages * (virtual_stages - 1) + 2 * (stages - 1) + 1
 
         forwards = virtual_stages * self.micro_batches  # of a step
-        return min(forwards_ahead, forwards) * self.virtual_stage_layers
+        return min(forwards_ahead, forwards)
 
     @functools.cached_property
     def collectives(self):
@@ -647,7 +655,7 @@ def group_bytes(plan: ActivationPlan, layer: LayerBytes, group) -> float:
     end = np.minimum(n, first + m)
 
     resident_inputs = ceil_div(np.maximum(0, end - swapped), m)
-    recomputed_inputs = end - first - 1
+    recomputed_inputs = np.maximum(0, end - first - 1)  # 0 if there are no layers at all
     resident_outputs = np.maximum(0, end - np.maximum(swapped, dropping))
     recomputed_outputs = np.clip(dropping - first, 0, end - first)
 
@@ -712,7 +720,7 @@ def working_moments(plan) -> dict[str, list[TensorSize]]:
         the norm's gradient
     """
     cfg = plan.local_model
-    passes = plan.layers_in_flight / plan.virtual_stage_layers  # each has cos and sin of its own
+    passes = plan.passes_in_flight  # each has cos and sin of its own
     angles = TensorSize("cos and sin", plan.tokens, cfg.head_dim, plan.accum_dtype, passes)
     backward = [angles, *layer_backward_tensors(plan)]
     received = receive_buffers(plan)
@@ -969,7 +977,8 @@ def weight_buffer_bytes(plan: Plan) -> dict[str, float]:
     """Return the bytes of the buffers for gathered weights and for whole gradients (shard.States).
 
     There is one buffer for each of embedding and head, and two for each matrix of a layer. A tied
-    matrix has one buffer. Frozen matrices have no gradient.
+    matrix has one buffer. Frozen matrices have no gradient. A matrix that trains in only one layer
+    has one buffer, but is counted with two.
     """
     f, e = plan.factors, plan.dtype.itemsize
     vocab_elements = plan.num_vocab_matrices * math.prod(plan.vocab_matrix)
@@ -1028,11 +1037,10 @@ def with_bytes(plan: Plan) -> Plan:
     memory, host = memory_of_states(plan)
 
     if kept:
-        passes = plan.layers_in_flight / kept.layers  # each through one virtual stage
-        memory["activations"] = passes * resident_bytes(kept, layer)
-        host["activations"] = passes * host_bytes(kept, layer)
+        memory["activations"] = plan.passes_in_flight * resident_bytes(kept, layer)
+        host["activations"] = plan.passes_in_flight * host_bytes(kept, layer)
     else:
-        memory["activations"] = plan.layers_in_flight * sum(layer) * plan.backward_share
+        memory["activations"] = plan.passes_in_flight * plan.reached_layers * sum(layer)
 
     # one message sent and one received, in forward and in backward
     memory["messages"] = 4 * message_bytes(plan)
@@ -1187,7 +1195,9 @@ class LayerSeconds:
     last_matrix: float  # of backward: its first part, up to the gradients of the matrix `down`
     attention: float  # of forward: attention and its all-to-alls
     post: float  # of forward: from attention's output to the next layer's input
-    recompute: float  # of backward, if the activations of all tokens are recomputed
+    # of the backward of a layer that backward reaches, if the activations of all tokens are
+    # recomputed. The other numbers are means over all layers
+    recompute: float
     named: dict[str, float]  # of both passes: attention, all-to-all, tensor exchanges
 
 
@@ -1350,7 +1360,7 @@ def layer_seconds(est: Estimator, plan: Plan) -> LayerSeconds:
         last_matrix=reached * last_matrix,
         attention=kernel + exchange,
         post=post,
-        recompute=reached * (pre + recomputed_post),
+        recompute=pre + recomputed_post,
         named={
             "attention": kernel + reached * kernel_backward,
             # and a ring's exchanges

@@ -17,7 +17,10 @@ three ways:
     swap        it is copied to pinned host memory, and prefetched for backward
     recompute   it is dropped, and backward runs pre and post again on the chunk, from x and o
 
-Of the n layers, the last k are *resident*, which means that they copy nothing to the host:
+Layers that backward does not reach, because they and the layers before them are frozen
+(LLaMA.forward_only_layers), save nothing at all. An ActivationPlan is for the other n layers, and
+numbers them from 0. The last k of them are *resident*, which means that they copy nothing to the
+host:
 
     layers         x, o, lse          S_others
     first n - k    are swapped        a fraction alpha of chunks is swapped, the rest recomputed
@@ -67,8 +70,9 @@ Nothing in this file knows what a block computes: hooks of autograd find the ten
 Left out: swapping to disk, and layers of different shapes.
 
 Legend: B sequences, T tokens of one sequence on a rank, N = B*T; C width, H query heads, K
-key/value heads, D head width; n layers, k resident layers, m layers per group, X layers that drop
-o; i a layer, j a chunk of it, g a group. In a tensor's shape, n is the number of tokens of a chunk.
+key/value heads, D head width; n layers that backward reaches, k resident layers, m layers per
+group, X layers that drop o; i one of the n layers, from 0, j a chunk of it, g a group. In a
+tensor's shape, n is the number of tokens of a chunk.
 dx is the gradient of the loss with respect to x. A chunk is *saved* if it is kept or swapped, and
 so not recomputed.
 """
@@ -114,7 +118,7 @@ class ActivationPlan:
         layer 3     x, o, lse on the GPU        4 chunks kept
     """
 
-    layers: int  # n
+    layers: int  # n, only those that backward reaches
     chunks: int  # chunks per layer
     resident: int  # k: the last k layers copy nothing to the host
     kept_chunks: int = 0  # in all resident layers together. The last layer is filled first
@@ -143,7 +147,8 @@ class ActivationPlan:
         return min(self.chunks, max(0, self.kept_chunks - in_later_layers))
 
     def for_virtual_stage(self, layers: int) -> "ActivationPlan":
-        """Return this plan for a virtual stage of a pipeline, which may have fewer layers.
+        """Return this plan for a virtual stage of a pipeline, where backward may reach fewer
+        layers. layers: how many it reaches there.
 
         The swapped layers must be whole groups of m. So the last k layers are resident, and up to
         m - 1 layers before them. alpha stays the same, rounded down to whole chunks.
@@ -413,7 +418,6 @@ class MicroBatch:
 
     positions: Positions  # of N tokens
     attention: Attention
-    needs_backward: bool
     host_buffers: list[Tensor] = field(default_factory=list)  # one per swapped layer
     release_host_buffers: Callable | None = None  # gives them to the next micro-batch
     last_output: int = 0  # storage_id of the output of the last layer that has run
@@ -432,9 +436,8 @@ class ChunkedLayers:
     Raises MemoryError if the host has too little memory, and ValueError for a block that would
     train wrong in chunks.
 
-    The first layers save nothing and have no backward if neither they nor the embedding have a
-    weight that trains (LLaMA.forward_only_layers). If groups have m > 1 layers, only whole groups
-    of them do so.
+    plan: for the layers of these that backward reaches. The layers before them run without a
+    backward, and save nothing (LLaMA.forward_only_layers).
     """
 
     def __init__(
@@ -449,9 +452,10 @@ class ChunkedLayers:
         layers: range | None = None,
     ):
         layers = range(len(model.blocks)) if layers is None else layers
-        # number of the first layer in the model. All other methods number layers from 0
-        self.first = layers.start
-        self.blocks = model.blocks[layers.start : layers.stop]
+        # the model's number of the first layer that backward reaches. All other methods number
+        # layers from there
+        self.first = min(max(layers.start, model.forward_only_layers), layers.stop)
+        self.blocks = model.blocks[self.first : layers.stop]
         self.cfg = model.cfg
         self.plan = plan
         self.dtype = dtype
@@ -464,19 +468,13 @@ class ChunkedLayers:
         ]
         self.check_plan()
 
-        # the first layers of these that need no backward, as whole groups: a group's inputs are
-        # recomputed from its first layer
-        forward_only = max(0, min(model.forward_only_layers - layers.start, plan.layers))
-        self.first_group = forward_only // plan.stride  # the first one that backward reaches
-        self.forward_only = self.first_group * plan.stride
-
         # an input of all chunks' graphs that requires a gradient, so that autograd records them
         self.root = torch.zeros((), device=device, requires_grad=True)
         self.offload_stream = CommStream(device)
         self.prefetch_stream = CommStream(device)
 
         self.unread_product = {}  # by block: BlockTrace.unread_product
-        for block in self.blocks:
+        for block in model.blocks[layers.start : layers.stop]:
             trace = trace_block(self.cfg, 1, dtype, block)
             self.unread_product[block] = trace.unread_product
             if trace.stray_tensors:
@@ -495,7 +493,7 @@ class ChunkedLayers:
         """Assert that the plan is for these layers and chunks, and can be carried out."""
         plan = self.plan
         assert len(self.blocks) == plan.layers, (
-            f"there are {len(self.blocks)} layers, but the plan is for {plan.layers}: {plan}"
+            f"backward reaches {len(self.blocks)} layers, but the plan is for {plan.layers}: {plan}"
         )
         assert len(self.chunks) == plan.chunks, (
             f"{self.tokens} tokens make {len(self.chunks)} chunks of {self.chunk_tokens}, but the "
@@ -541,8 +539,6 @@ class ChunkedLayers:
 
     def host_bytes(self, i: int) -> int:
         """Return the bytes of swapped layer i's host buffer, which takes all SavedLayer.tensors."""
-        if i < self.forward_only:
-            return 0
         cfg = self.cfg
         block = self.blocks[i]
         q_heads, *_ = block.heads
@@ -565,8 +561,9 @@ class ChunkedLayers:
     ) -> Callable[[int, Tensor], Tensor]:
         """Begin the forward pass of a micro-batch; return the function that runs one layer.
 
-        run_layer(i, x) runs layer i of the model: x (B, T, C) -> y (B, T, C). Raises RuntimeError
-        if all host buffers belong to micro-batches that wait for their backward.
+        run_layer(layer, x) runs one layer, given its number in the model: x (B, T, C) ->
+        y (B, T, C). Raises RuntimeError if all host buffers belong to micro-batches that wait for
+        their backward.
         """
 
         def for_all_tokens(t: Tensor, *width: int) -> Tensor:
@@ -576,9 +573,10 @@ class ChunkedLayers:
         cos, sin, *numbers = positions
         angles = [for_all_tokens(t, t.shape[-1]) for t in (cos, sin)]
         positions = Positions(*angles, *map(for_all_tokens, numbers))
-        micro_batch = MicroBatch(positions, attention, torch.is_grad_enabled())
+        needs_backward = torch.is_grad_enabled()
+        micro_batch = MicroBatch(positions, attention)
 
-        if micro_batch.needs_backward and self.first_group < len(self.groups):
+        if needs_backward and self.groups:
             if not self.free_host_buffers:
                 raise RuntimeError(
                     f"{self.in_flight} forward passes already wait for their backward, and there "
@@ -591,12 +589,15 @@ class ChunkedLayers:
                 micro_batch, self.free_host_buffers.append, micro_batch.host_buffers
             )
 
-        def run_layer(i: int, x: Tensor) -> Tensor:
-            if i - self.first < self.forward_only:
+        def run_layer(layer: int, x: Tensor) -> Tensor:
+            if layer < self.first or not needs_backward:
                 with torch.no_grad():
-                    return self.forward(micro_batch, i - self.first, x)
-            forward_fn = functools.partial(self.forward, micro_batch, i - self.first)
-            backward_fn = functools.partial(self.backward, micro_batch, i - self.first)
+                    saved = SavedLayer(model.blocks[layer], micro_batch.positions, self.to_row(x))
+                    saved.attention = attention.of_layer(layer)
+                    _, y = self.run_whole(saved)
+                    return y.view(x.shape)
+            forward_fn = functools.partial(self.forward, micro_batch, layer - self.first)
+            backward_fn = functools.partial(self.backward, micro_batch, layer - self.first)
             return CustomGradient.apply(x, forward_fn, backward_fn, self.root)
 
         return run_layer
@@ -626,14 +627,17 @@ class ChunkedLayers:
 
     # -- one layer
 
+    def run_whole(self, saved: SavedLayer) -> tuple[list[Tensor], Tensor]:
+        """Run a layer's forward on saved.tensors["x"] (1, N, C). Return q, k and v, and the layer's
+        output y (1, N, C)."""
+        qkv = self.run_pre(saved)
+        self.run_attention(saved, qkv)
+        return qkv, self.run_post(saved)
+
     def forward(self, micro_batch: MicroBatch, i: int, x: Tensor) -> Tensor:
         """Run layer i, and save what its backward needs: x (B, T, C) -> y (B, T, C)."""
         plan = self.plan
-        num_saved = 0
-        needs_backward = micro_batch.needs_backward and i >= self.forward_only
-        if needs_backward:
-            num_saved = plan.num_saved_chunks(i)
-            self.free_offloaded(micro_batch, i - 2)
+        self.free_offloaded(micro_batch, i - 2)
         drops_x = i % plan.stride != 0
         if drops_x and storage_id(x) != micro_batch.last_output:
             layer = self.first + i
@@ -645,24 +649,21 @@ class ChunkedLayers:
 
         shape = x.shape
         x = self.to_row(x.detach())
-        saved = SavedLayer(self.blocks[i], micro_batch.positions, x, num_saved)
+        saved = SavedLayer(self.blocks[i], micro_batch.positions, x, plan.num_saved_chunks(i))
         saved.attention = micro_batch.attention.of_layer(self.first + i)
-        qkv = self.run_pre(saved)
-        self.run_attention(saved, qkv)
-        y = self.run_post(saved)
+        qkv, y = self.run_whole(saved)
 
-        if needs_backward:
-            saved_tokens = self.saved_tokens(i)
-            if saved_tokens < self.tokens:  # copies, because views would hold the whole memory
-                qkv = [t[:, :saved_tokens].clone() for t in qkv]
-            saved.tensors |= zip("qkv", qkv)
-            if drops_x:
-                del saved.tensors["x"]
-            if i < plan.layers_recomputing_attention:
-                del saved.tensors["o"], saved.tensors["lse"]
-            micro_batch.saved[i] = saved
-            if i < plan.swapped_layers:
-                self.offload(micro_batch, i)
+        saved_tokens = self.saved_tokens(i)
+        if saved_tokens < self.tokens:  # copies, because views would hold the whole memory
+            qkv = [t[:, :saved_tokens].clone() for t in qkv]
+        saved.tensors |= zip("qkv", qkv)
+        if drops_x:
+            del saved.tensors["x"]
+        if i < plan.layers_recomputing_attention:
+            del saved.tensors["o"], saved.tensors["lse"]
+        micro_batch.saved[i] = saved
+        if i < plan.swapped_layers:
+            self.offload(micro_batch, i)
         micro_batch.last_output = storage_id(y)
         return y.view(shape)
 
@@ -859,7 +860,7 @@ class ChunkedLayers:
 
         Does nothing if there is no such group, or if its copy was launched already.
         """
-        if g < self.first_group or g in micro_batch.prefetch_done:
+        if g < 0 or g in micro_batch.prefetch_done:
             return
         # the rounding buffer may be overwritten: compute has finished group g + 2, which used it,
         # and this stream waits for compute. The host buffers are complete: compute has waited for
@@ -887,7 +888,7 @@ class ChunkedLayers:
         for i, place in self.groups[g]:
             saved = micro_batch.saved[i]
             saved.tensors = carve(place, saved.tensors)
-        if g == self.first_group:  # all host buffers have been read, by what compute waits for
+        if g == 0:  # all host buffers have been read, by what compute waits for
             micro_batch.release_host_buffers()
 
     def recompute_inputs(self, micro_batch: MicroBatch, last: int) -> None:

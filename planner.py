@@ -477,7 +477,7 @@ def plan_activations(
     count what backward recomputes and what compute waits for copies. If nothing fits, return the
     plan that needs the least memory, and inf.
 
-        n            layers
+        n            layers that backward reaches
         layer        bytes (x, o with its log-sum-exp, S_others) of a layer: costs.skeletal_bytes
         s            seconds of a layer: costs.LayerSeconds
         chunks       chunks of tokens per layer
@@ -854,7 +854,7 @@ def activation_modes(c, plan, exhaustive=False):
     usual: smaller ones slow matrix products down, and larger ones need more memory. If --chunk,
     --alpha or --resident-layers is set, layers do not run whole."""
     swaps = bool(c.alpha)  # at least one layer is swapped
-    most_resident = plan.virtual_stage_layers - 1 if swaps else plan.virtual_stage_layers
+    most_resident = plan.reached_layers - 1 if swaps else plan.reached_layers
     least_resident = c.resident_layers or (2 if swaps else 0)
     if least_resident > most_resident:
         asked = [f"--alpha {c.alpha}"] if c.alpha is not None else []
@@ -864,7 +864,8 @@ def activation_modes(c, plan, exhaustive=False):
         else:
             rule = "one has to be swapped, and 2 others stay on the GPU"
         raise ValueError(
-            f"{' '.join(asked)}: a virtual stage has {plan.virtual_stage_layers} layers; {rule}"
+            f"{' '.join(asked)}: backward reaches {plan.reached_layers} layers of a virtual stage; "
+            f"{rule}"
         )
 
     limit = min(c.chunk or plan.tokens, plan.tokens)  # a larger --chunk changes nothing
@@ -1185,9 +1186,9 @@ def with_room(c, shape, plans, hardware):
     takes much less time than `fit`. shape: the best_case that the plans belong to."""
     activations = shape.memory["activations"]
     if shape.recompute == "auto" and c.recompute == "auto":
-        n, layer = shape.virtual_stage_layers, skeletal_bytes(shape)
+        n, layer = shape.reached_layers, skeletal_bytes(shape)
         needed, _ = least_bytes_of_candidates(n, layer, c.resident_layers, bool(c.alpha))
-        activations = min(activations, shape.layers_in_flight / n * needed.min())
+        activations = min(activations, shape.passes_in_flight * needed.min())
 
     without_states = activations + sum(shape.memory[name] for name in ("messages", "working"))
     may_fit = []
@@ -1315,7 +1316,7 @@ def fit(c, plan, hardware, saved=None):
     """Return the plan with its activation plan, its bytes and its seconds, which are infinite if it
     does not fit. saved: only from best_case, the GPU bytes that the smallest legal states would
     save. They are subtracted, and the seconds are then without states."""
-    est, n = hardware.est, plan.virtual_stage_layers
+    est, n = hardware.est, plan.reached_layers
     lost = 0.0
     if plan.recompute == "auto":  # at first, layers keep their inputs only
         inputs_only = ActivationPlan(
@@ -1329,7 +1330,7 @@ def fit(c, plan, hardware, saved=None):
     if plan.recompute == "auto" and c.recompute == "auto":
         # The activation plan is for one micro-batch through one virtual stage. At most `passes` of
         # these hold their activations at the same time, in the first stage, and share the room
-        passes = plan.layers_in_flight / n
+        passes = plan.passes_in_flight
         room = hardware.gpu_budget - plan.gpu_bytes + plan.memory["activations"]
         host_room = hardware.host_budget - plan.host.get("optimizer", 0)
         activations, lost = plan_activations(

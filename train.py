@@ -1132,7 +1132,9 @@ def make_layer_runners(
         ChunkedLayers(
             model,
             micro_batch_shape,
-            plan.activations.for_virtual_stage(len(layers)),
+            plan.activations.for_virtual_stage(
+                sum(layer >= model.forward_only_layers for layer in layers)
+            ),
             plan.chunk,
             run.device,
             plan.dtype,

@@ -104,14 +104,15 @@ def is_older(row: dict) -> bool:
 
 
 def has_rough_clock(row: dict) -> bool:
-    """Return whether bench.py's earlier clock timed fewer than three steps of a row.
+    """Return whether bench.py's earlier clock probably timed fewer than three steps of a row. It
+    chose their number by the predicted time, so a slow peer may have had three.
 
     That clock began before the GPU had finished the step before. So its first time was too long by
     the work that was still queued. Or it was too short, if the host was still launching an update
     with states on the host. A median of three times is right all the same. Rows of the present
     clock say how many steps were timed.
     """
-    by_bench = "train.py" not in row["label"] and row["table"] == "long" and not is_older(row)
+    by_bench = "train.py" not in row["label"] and not is_older(row)
     return by_bench and "timed_steps" not in row and 3 * (row.get("step_s") or 0) > 20
 
 
@@ -157,16 +158,21 @@ def tokens_text(tokens: int) -> str:
 
 # ---------------------------------------------------------------------------- labels in words
 
+PEERS = {"fsdp2": "FSDP2", "deepspeed": "DeepSpeed", "transformers": "transformers"}
 PEER_WORDS = {  # word of a peer's label -> what it says
     "none": "recomputes nothing",
     "half-selective": "recomputes all but attention in every second layer",
     "selective": "recomputes all but attention",
     "half": "recomputes every second layer",
+    "three-quarters": "recomputes three of four layers",
     "full": "recomputes every layer",
     "host": "model states on the host",
     "fp32": "float32 weights",
     "bf16": "bf16 weights and states",
     "liger": "Liger's kernels",
+    "liger-loss": "Liger's loss",
+    "fp8": "torchao's float8 products",
+    "by-layer": "compiled by layer",
 }
 
 
@@ -188,8 +194,8 @@ OUR_WORDS = (  # what a label of ours says -> in words. What the plan says, too,
 def what_ran(row: dict) -> str:
     """Return what a row measured, in words: the system, what its label says, and its plan."""
     system, *words = re.split("[ ,]+", row["label"])
-    if system in ("fsdp2", "transformers"):
-        name = "FSDP2" if system == "fsdp2" else system
+    if system in PEERS:
+        name = PEERS[system]
         words = [PEER_WORDS.get(word, word) for word in words if not word.startswith("M=")]
         return ", ".join([name, *words])
 
@@ -398,7 +404,14 @@ def versions() -> str:
     """Return a list: which versions of packages have measured, in how many rows."""
     counts = {}
     for row in read_rows():
-        names = ("torch", "flash-attn-4", "transformers", "nvidia-nccl-cu13")
+        names = (
+            "torch",
+            "flash-attn-4",
+            "transformers",
+            "torchao",
+            "deepspeed",
+            "nvidia-nccl-cu13",
+        )
         texts = [f"{name} {row['versions'][name]}" for name in names if name in row["versions"]]
         text = f"Python {row['versions']['python']}, {', '.join(texts)}"
         counts[text] = counts.get(text, 0) + 1
@@ -429,13 +442,16 @@ def comparisons() -> dict[tuple[str, str, str], tuple[dict, dict]]:
     """Return {(hardware, model, tokens of a step): (our row, the fastest peer's row)}.
 
     Both are the newest rows of their settings. Ours is as planned, maybe with planned memory, and
-    never a setting that a person chose. The peer is the fastest of all that were tried.
+    never a setting that a person chose. The peer is the fastest of all that were tried. Both compute
+    products in bf16, because a step whose products are in float8 is another one.
     """
     fastest = {}
     for row in newest(read_rows("long")):
-        if is_older(row) or not row.get("step_s"):
+        if is_older(row) or not row.get("step_s") or may_be_too_short(row):
             continue
-        peer = row["label"].startswith(("fsdp2", "transformers"))
+        if "fp8" in row["label"].split():
+            continue
+        peer = row["label"].startswith(tuple(PEERS))
         if not peer and row["label"] not in ("ours", "ours planned memory"):
             continue
         by_system = fastest.setdefault((hardware_of(row), row["model"], step_text(row)), {})
@@ -516,14 +532,14 @@ def claim() -> str:
 
 def normal() -> str:
     """Return a sentence: between which values our MFU and our percent of the bound lie."""
-    rows = [ours for ours, _ in comparisons().values()]
+    rows = [ours for ours, _ in comparisons().values() if ours["batch"] == 1]
     texts = []
     for name in ("mfu_causal", "bound_ratio"):
         values = [row[name] for row in rows]
         texts.append(f"between {min(values):.0%} and {max(values):.0%}")
     lengths = sorted(row["seq"] for row in rows)
     return paragraph(
-        f"In our {len(rows)} rows that are compared with peers, one sequence of "
+        f"In our {len(rows)} rows of one sequence that are compared with peers, of "
         f"{tokens_text(lengths[0])} to {tokens_text(lengths[-1])} tokens on H100s and H200s, MFU is "
         f"{texts[0]}, and the percent of the bound {texts[1]}. Shorter steps are less efficient."
     )
@@ -567,12 +583,17 @@ PRECISIONS = {  # column -> the labels of our rows that it shows
 ML_DATAFLOW = {4096: 12255, 8192: 11406, 16384: 10023, 32768: 7908, 65536: 5487, 131072: 3385}
 
 
+def rate_text(row: dict) -> str:
+    """Return a row's tokens per second and GPU, with a * if its clock was rough."""
+    return f"{row['tgs']:,.0f}" + "*" * has_rough_clock(row)
+
+
 def precisions(model: str = "") -> str:
     """Return a table of our tokens per second and GPU: products in bf16 or in float8, states in
     float32 or in bf16. Its rows are the settings that ran with float8, or that another project has
-    published; of one model or of all.
+    published, of one model or of all. Raises ValueError if there are none.
 
-    Rows that may be too short are left out."""
+    Rows that may be too short are left out. A * marks the others of the rough clock."""
     settings = {}
     for row in newest(read_rows("long")):
         if is_older(row) or not row.get("step_s") or (model and row["model"] != model):
@@ -596,11 +617,14 @@ def precisions(model: str = "") -> str:
         ]
         lines.append(
             {"hardware": hardware_of(row), "model": row["model"], "tokens": step_text(row)}
-            | {name: f"{found[name]['tgs']:,.0f}" if name in found else "-" for name in PRECISIONS}
+            | {name: rate_text(found[name]) if name in found else "-" for name in PRECISIONS}
             | {"fp8 / bf16": ", ".join(f"{gain:.2f}" for gain in gains) or "-"}
             | {"ml_dataflow, 1 H100": f"{published:,}" if published else "-"}
         )
-    return markdown(lines)
+    if not lines:
+        raise ValueError(f"precisions {model}: there are no such rows")
+    empty = [title for title in lines[0] if all(line[title] == "-" for line in lines)]
+    return markdown([{t: cell for t, cell in line.items() if t not in empty} for line in lines])
 
 
 CURVES = {  # column -> first part of a row's label

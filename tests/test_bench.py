@@ -1,20 +1,25 @@
 """Show that bench.py keeps its rows and counts right, and that its peers take the same steps."""
 
 import json
+import shlex
 import signal
 import subprocess
 import sys
 import time
+import weakref
 from dataclasses import replace
+from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
-from pytest import approx, raises
+from pytest import approx, importorskip, raises, skip
 
 import bench
 import hf
+import peers
 import planner
 from model import MODELS
 from ranks import ConfigError
@@ -169,7 +174,7 @@ def fsdp2_worker() -> None:
     ):
         cfg = bench.config(f"--model tiny --seq 64 --micro-batch 1 {flags}")
         ours = bench.make_step(bench.plan_runs(table, cfg)[0])
-        theirs = bench.fsdp2_step(bench.peer_run(table, cfg), recomputed.split())
+        theirs = peers.fsdp2_step(bench.peer_run(table, cfg), recomputed.split())
         weights = {
             name: weight.full_tensor().detach() for name, weight in theirs.model.named_parameters()
         }
@@ -188,8 +193,62 @@ def test_bench_fsdp2_takes_the_same_steps():
     on_ranks(2, fsdp2_worker)
 
 
+def deepspeed_worker() -> None:
+    """Compare DeepSpeed's losses, norms and weights with ours from the same weights, on two
+    ranks."""
+    from deepspeed.utils import safe_get_full_fp32_param, safe_set_full_fp32_param
+
+    linear = torch.nn.functional.linear
+    table = bench.Bench(torch.device("cpu"), dist.get_rank(), 2, True, Path(), {})
+    for recomputed, flags in (
+        ("none", "--strategy zero3 --batch 2"),
+        ("half-selective", "--strategy zero3 --batch 4"),
+        ("selective", "--strategy zero3 --sp 2 --batch 2"),
+        ("full", "--strategy zero3 --sp 2 --batch 1"),
+    ):
+        cfg = bench.config(f"--model tiny --seq 64 --micro-batch 1 {flags}")
+        ours = bench.make_step(bench.plan_runs(table, cfg)[0])
+        with peers.deepspeed_step(bench.peer_run(table, cfg), [recomputed]) as theirs:
+            embedding = weakref.ref(theirs.model.embed.weight)
+            # no value is a number of bf16, on which a small update would be lost
+            torch.manual_seed(0)
+            start = {}
+            for name, p in theirs.model.named_parameters():
+                start[name] = float(len(p.ds_shape) == 1) + 0.02 * torch.randn(p.ds_shape)
+                safe_set_full_fp32_param(p, start[name])
+            ours.states.load(start.get)
+            for _ in range(4):
+                loss, norm, _ = ours()
+                their_loss, their_norm, _ = theirs()
+                assert their_loss.item() == approx(loss.item(), rel=2e-3), (recomputed, flags)
+                assert float(their_norm) == approx(norm.item(), rel=1e-2), (recomputed, flags)
+            for name, p in theirs.model.named_parameters():
+                moved = ours.states.full_param(name).float() - start[name]
+                their_moved = safe_get_full_fp32_param(p) - start[name]
+                similarity = torch.cosine_similarity(moved.flatten(), their_moved.flatten(), 0)
+                assert similarity > 0.95, (name, recomputed, flags)
+
+        del theirs, p
+        bench.release(table)
+        assert embedding() is None, "the row's weights are still in memory"
+    assert torch.nn.functional.linear is linear
+
+
 @slow
-def test_bench_transformers_takes_the_same_steps(group, tmp_path, monkeypatch, capsys):
+def test_bench_deepspeed_takes_the_same_steps():
+    """DeepSpeed's ZeRO-3 has our losses, norms and updates from the same weights, up to bf16's
+    rounding.
+
+    Catches gradients that are averaged where they should be summed, or that the last micro-batch
+    replaces, a weight that no rank updates, and memory or changes of PyTorch that outlive the row.
+    """
+    importorskip("deepspeed")
+    on_ranks(2, deepspeed_worker)
+
+
+@slow
+@parametrize("options", ["fp32 full", "fp32 by-layer half", "fp32 by-layer three-quarters"])
+def test_bench_transformers_takes_the_same_steps(options, group, tmp_path):
     """transformers' own model has our losses from the same weights, up to bf16's rounding.
 
     Catches a peer that trains in another way.
@@ -198,17 +257,156 @@ def test_bench_transformers_takes_the_same_steps(group, tmp_path, monkeypatch, c
     table = bench.Bench(torch.device("cpu"), 0, 1, True, Path(), {})
     cfg = bench.config("--model tiny --seq 64 --batch 4 --micro-batch 2")
     ours = bench.make_step(bench.plan_runs(table, cfg)[0])
-    theirs = bench.transformers_step(bench.peer_run(table, cfg), ["fp32", "full"])
+    theirs = peers.transformers_step(bench.peer_run(table, cfg), options.split())
     theirs.model.save_pretrained(tmp_path)
     _, read = hf.open_weights(tmp_path, ours.run.plan.model)
     ours.states.load(read)
     for _ in range(4):
         assert theirs()[0].item() == approx(ours()[0].item(), rel=2e-3)
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setattr(sys, "argv", ["bench.py", "long", "--rows", "transformers fp32"])
-    with raises(SystemExit):
+
+
+def test_bench_gives_liger_what_its_loss_takes(group, monkeypatch):
+    """With liger-loss, the loss is that of the other rows. Liger's class is played by PyTorch's loss
+    here, with the arguments that Liger's takes: the head's weight, rows of tokens, and labels.
+
+    Catches a loss that is scaled twice, and labels that are shifted once more.
+    """
+
+    class Loss:
+        def __init__(self, reduction):
+            self.reduction = reduction
+
+        def __call__(self, weight, rows, labels):
+            logits = torch.nn.functional.linear(rows, weight)
+            return torch.nn.functional.cross_entropy(logits, labels, reduction=self.reduction)
+
+    module = SimpleNamespace(LigerFusedLinearCrossEntropyLoss=Loss)
+    monkeypatch.setitem(sys.modules, "liger_kernel", SimpleNamespace(transformers=module))
+    monkeypatch.setitem(sys.modules, "liger_kernel.transformers", module)
+    torch.compiler.set_stance("force_eager")
+    table = bench.Bench(torch.device("cpu"), 0, 1, True, Path(), {})
+    run = bench.peer_run(table, bench.config("--model tiny --seq 64 --batch 4 --micro-batch 2"))
+    losses = []
+    for options in ("fp32", "fp32 by-layer liger-loss full"):
+        torch.manual_seed(0)
+        with peers.transformers_step(run, options.split()) as step:
+            losses.append([step()[0].item() for _ in range(3)])
+    assert losses[1] == approx(losses[0], rel=1e-3) and losses[0][2] < losses[0][0]
+
+
+@parametrize("word, recomputed", [("half", 2), ("three-quarters", 3), ("full", 4)])
+def test_bench_recomputes_as_many_layers_as_a_label_says(word, recomputed):
+    """Of four layers of transformers, half recompute two, three-quarters three, and full four.
+
+    Catches a peer that recomputes more than its label says.
+    """
+    layers = [SimpleNamespace(gradient_checkpointing=False) for _ in range(4)]
+    model = SimpleNamespace(
+        model=SimpleNamespace(layers=layers), gradient_checkpointing_enable=lambda: None
+    )
+    peers.recompute_layers(model, peers.TRANSFORMERS_RECOMPUTED[word])
+    assert sum(layer.gradient_checkpointing for layer in layers) == recomputed
+
+
+def test_bench_float8_peer_takes_nearly_the_same_steps(group, tmp_path, monkeypatch):
+    """With torchao's emulation of float8, transformers' model has our losses nearly, and learns.
+
+    Catches a row whose products stay in bf16, one whose gradients are lost, and changes of
+    PyTorch's compiler that outlive their row.
+    """
+    importorskip("torchao.float8")
+    from torch._inductor.codegen.triton import TritonOverrides
+    from torchao.float8.float8_linear import Float8Linear
+
+    compiler = TritonOverrides.maximum
+    emulated = partial(peers.float8_linears, emulate=True)
+    monkeypatch.setattr(peers, "float8_linears", emulated)
+    # torchao's filter leaves smaller matrices in bf16
+    small = replace(MODELS["tiny"], layers=2, ffn=1280)
+    monkeypatch.setitem(MODELS, "tiny", small)
+    torch.compiler.set_stance("force_eager")
+    table = bench.Bench(torch.device("cpu"), 0, 1, True, Path(), {})
+    cfg = bench.config("--model tiny --seq 64 --batch 4 --micro-batch 2")
+    run = bench.peer_run(table, cfg)
+    for options in ("bf16 fp8", "bf16 fp8 full", "bf16 fp8 by-layer half"):
+        with peers.transformers_step(run, options.split()) as theirs:
+            converted = [
+                name for name, m in theirs.model.named_modules() if isinstance(m, Float8Linear)
+            ]
+            assert len(converted) == 4 and not any("lm_head" in name for name in converted)
+            assert TritonOverrides.maximum is not compiler
+            ours = bench.make_step(bench.plan_runs(table, cfg)[0])
+            theirs.model.save_pretrained(tmp_path)
+            _, read = hf.open_weights(tmp_path, small)
+            ours.states.load(read)
+            for _ in range(4):
+                assert theirs()[0].item() == approx(ours()[0].item(), rel=1e-2), options
+        assert TritonOverrides.maximum is compiler
+
+    monkeypatch.setitem(MODELS, "tiny", replace(small, ffn=512))
+    with raises(ConfigError, match="too small for fp8"):
+        peers.transformers_step(bench.peer_run(table, cfg), ["bf16", "fp8"])
+
+
+def test_bench_float8_peer_that_is_not_installed_is_a_result(group, monkeypatch):
+    """Without torchao its row is written, and says that it is not installed.
+
+    Catches a table that ends at a missing package.
+    """
+    if find_spec("torchao"):
+        skip("torchao is installed")
+    monkeypatch.setattr(bench, "kernel_seconds", lambda *_: 1.0)
+    table = bench.Bench(torch.device("cpu"), 0, 1, True, Path(), {})
+    row = bench.Row("transformers bf16 fp8 full", "--model tiny --seq 64 --batch 2 --products fp8")
+    result = bench.measure_row(table, row, lambda *_: {})
+    assert result["oom"] and "torchao" in result["error"]
+    assert bench.took_text(result) == "not installed"
+    assert result["products"] == "fp8"  # so its bound is that of products in float8
+
+
+@parametrize(
+    "flags, world, error",
+    [
+        ("--rows 'transformers fp32'", 2, "model runs on one rank, not 2"),
+        ("--rows 'transformers bf16 by-layer full'", 2, "model runs on one rank, not 2"),
+        ("--rows 'transformers bf16 fp8'", 1, "float8 products need a GPU with float8"),
+        ("--rows 'transformers bf16 fp9'", 1, "there is no such row; the rows are ours"),
+        ("--micro-batch 3 --batch 8", 1, "3 does not divide the step's 8 sequences; 2 does"),
+        ("--micro-batch 2", 1, "2 does not divide the step's 1 sequences; 1 does"),
+        ("--micro-batch none --batch 8", 1, "none"),
+        ("--micro-batch 0 --batch 8", 1, "--micro-batch 0"),
+    ],
+)
+def test_bench_refuses_rows_that_cannot_be_measured(flags, world, error, monkeypatch, capsys):
+    """A row or a micro-batch that cannot run is refused before anything starts.
+
+    Catches a wait of minutes for an error.
+    """
+    monkeypatch.setenv("WORLD_SIZE", f"{world}")
+    monkeypatch.setattr(sys, "argv", ["bench.py", "long", *shlex.split(flags)])
+    with raises(SystemExit) as stopped:
         bench.parse()
-    assert "model runs on one rank, not" in capsys.readouterr().err
+    assert stopped.value.code == 2 and error in capsys.readouterr().err
+
+
+def test_bench_micro_batch_is_for_peers_only(group, monkeypatch, tmp_path):
+    """--micro-batch reaches every peer's row and none of ours. Rows that need another machine are
+    left out.
+
+    Catches a plan of ours that is forced to a peer's size, and a peer that runs out of memory
+    because all sequences run at once.
+    """
+    measured = []
+    monkeypatch.setattr(bench, "attempt", lambda _, row, __: measured.append(row))
+    monkeypatch.setattr(sys, "argv", "bench.py long --seq 64 --batch 4 --micro-batch 2".split())
+    args = bench.parse()
+    bench.measure_table(bench.Bench(torch.device("cpu"), 0, 1, True, tmp_path, {}), args)
+    sizes = {row.label: bench.config(row.flags).micro_batch for row in measured}
+    assert {size for label, size in sizes.items() if label.startswith("ours")} == {None}
+    assert {size for label, size in sizes.items() if not label.startswith("ours")} == {2}
+    assert {"ours fp8", "fsdp2 full", "transformers bf16 by-layer full"} < sizes.keys()
+    assert not any(label.startswith("transformers bf16 fp8") for label in sizes)
+    assert args.given["micro_batch"] == "--micro-batch 2"  # a row's command repeats it
 
 
 class FakeGpu:

@@ -65,11 +65,11 @@ REFUSED = [
     ("train.py --head-groups 4", "a rank's 6 query heads .* legal .* 3, --head-groups 6$"),
     (
         "train.py --resident-layers 5",
-        "--resident-layers 5: a virtual stage has 4 layers; at most 4",
+        "--resident-layers 5: backward reaches 4 layers of a virtual stage; at most 4",
     ),
     (
         "train.py --resident-layers 4 --alpha 0.5",
-        "4: a virtual stage .*; at most 3 can stay on the GPU",
+        "4: backward reaches 4 .*; at most 3 can stay on the GPU",
     ),
     (
         "train.py --chunk 8 --alpha 1 --host-memory 0",

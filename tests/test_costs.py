@@ -15,6 +15,7 @@ import costs
 import hardware
 import model as m
 import offload
+import ops
 import pipeline
 import planner
 import shard
@@ -185,6 +186,33 @@ def test_flops_of_frozen_weights(monkeypatch):
         attention = pairs * (cfg.layers - 2 / 3 * forward_only)
         assert causal == approx(products + attention)
         assert full == approx(products + 2 * attention)
+
+
+class FrozenFirstLayers(m.LLaMA):
+    """A model that trains in its last layer and after it."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        for module in (self.embed, *self.blocks[:-1].modules()):
+            if isinstance(module, ops.Weight):
+                module.frozen = True
+
+
+def test_recomputation_counts_the_layers_that_backward_reaches(monkeypatch):
+    """If backward reaches one layer of four, a quarter of the time is recomputation.
+
+    Catches a layer whose recomputation seems cheap because others have none.
+    """
+    step = replace(STEP, recompute="auto")
+
+    def recomputation(n):
+        plan = replace(step, activations=offload.ActivationPlan(n, 1, n))
+        return costs.predict(plan, round_machine()).seconds["recomputation"]
+
+    of_all = recomputation(4)
+    monkeypatch.setattr(m, "LLaMA", FrozenFirstLayers)
+    assert step.reached_layers == 1
+    assert recomputation(1) == approx(of_all / 4) and of_all > 0
 
 
 @parametrize(
@@ -424,7 +452,7 @@ def test_biases_and_norms_of_heads_take_time(flag, elements):
     a step of Qwen2 or Qwen3 that is counted as fast as one of LLaMA."""
     slow_memory = round_machine(memory=1e9)
     more = seconds(slow_memory, model=replace(STEP.model, **{flag: True}))
-    assert STEP.layers_in_flight * STEP.tokens * elements * 4096 * 2 / 1e9 == approx(
+    assert STEP.model.layers * STEP.tokens * elements * 4096 * 2 / 1e9 == approx(
         more - seconds(slow_memory), rel=1e-6
     )
 
@@ -471,8 +499,8 @@ def test_predictions_are_what_was_measured():
         if r["question"] == "K, 1b 4K" and r["batch"] == 1:  # it waits for its host, a faster one
             assert 1 < r["now_s"] / r["step_s"] < 1.35
             known.remove(r)
-        elif r.get("products") == "fp8":  # its casts are faster than the profile's mean kernel
-            assert 1 < r["now_s"] / r["step_s"] < 1.1
+        elif r.get("products") == "fp8":  # H100 profiles have no rate of casts, H200 ones have one
+            assert 0.92 < r["now_s"] / r["step_s"] < 1.1
             known.remove(r)
         elif r["gpus"] == 2 and r["gpu"] == "H100":  # of another machine than the profile's
             assert 0.9 < r["now_s"] / r["step_s"] < 1

@@ -100,16 +100,21 @@ def test_each_signal_ends_the_step_that_runs(number, tmp_path, monkeypatch, caps
     that takes time and can be left out follows: no evaluation, no picture. Catches a signal that
     ends the process, and another step of minutes.
     """
-    handlers = [signal.getsignal(each) for each in STOP_SIGNALS]
     signal_in(monkeypatch, "wait_for_step", 3, number)
-    main(f"--steps 9 --eval-every 3 --save-every 3 --out {tmp_path}", picture=True)
+    # where tests run in the background, some of the signals are ignored
+    before = {each: signal.signal(each, signal.SIG_DFL) for each in STOP_SIGNALS}
+    try:
+        main(f"--steps 9 --eval-every 3 --save-every 3 --out {tmp_path}", picture=True)
+        assert {signal.getsignal(each) for each in STOP_SIGNALS} == {signal.SIG_DFL}
+    finally:
+        for each, handler in before.items():
+            signal.signal(each, handler)
     text, rows = capsys.readouterr().out, read_log(tmp_path)
     assert f"{number.name}: the run ends after this step. SIGQUIT" in text
     assert f"stopped by {number.name}: the run ends after step 3\n" in text
     assert saved_steps(tmp_path) == [3] and text.count("saved ") == 1
     assert len(rows) == 3 and not any("val_loss" in row for row in rows)
     assert not (tmp_path / "loss.png").exists()
-    assert handlers == [signal.getsignal(each) for each in STOP_SIGNALS]
 
 
 def test_ignored_signals_stay_ignored(tmp_path, monkeypatch):

@@ -617,11 +617,11 @@ def test_planner_places_rings(tmp_path):
         ("--ranks 4 --tp 4 --alpha 0.5", "--tp-mode msp: .*run whole, without --chunk, --alpha"),
         (
             "--ranks 8 --pp 8 --resident-layers 4",
-            "--resident-layers 4: a virtual stage has 3 layers",
+            "--resident-layers 4: backward reaches 3 layers of a virtual stage",
         ),
         (
             "--ranks 8 --pp 2 --batch 4 --resident-layers 32",
-            "32: a virtual .* 12 layers; at most 12",
+            "32: backward reaches 12 layers of .*; at most 12",
         ),
         (
             "--ranks 1 --batch 512 --micro-batch 2 --grad-sums dtype",

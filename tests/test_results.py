@@ -82,12 +82,37 @@ def test_compared_rows_are_measured():
         assert abs(float(theirs) / float(ours) - float(ratio)) < 0.006, line
 
 
+def test_peers_are_compared_at_one_precision(tmp_path, monkeypatch):
+    """The fastest peer of a comparison computes its products in bf16, as our row does. DeepSpeed is
+    a peer as FSDP2 is.
+
+    Catches a peer whose float8 products are compared with our products in bf16.
+    """
+    monkeypatch.setattr(report, "HERE", tmp_path)
+    seconds = {
+        "ours": 2.0,
+        "ours fp8": 1.5,
+        "transformers bf16 by-layer half": 2.5,
+        "transformers bf16 fp8 by-layer half": 1.0,
+        "fsdp2 full": 3.0,
+    }
+    rows = [A_ROW | {"label": label, "step_s": s} for label, s in seconds.items()]
+    write_rows(tmp_path / "2026-11-2xh200" / "long.jsonl", rows)
+    [(ours, peer)] = report.comparisons().values()
+    assert (ours["label"], peer["label"]) == ("ours", "transformers bf16 by-layer half")
+
+    rows.append(A_ROW | {"label": "deepspeed selective", "step_s": 2.2})
+    write_rows(tmp_path / "2026-11-2xh200" / "long.jsonl", rows)
+    [(ours, peer)] = report.comparisons().values()
+    assert (ours["label"], peer["label"]) == ("ours", "deepspeed selective")
+
+
 def test_rows_of_the_rough_clock_are_known():
     """A row whose clock began too early is marked, and left out where it may be too short.
 
     Catches a step that seems faster than it is, in a table that compares.
     """
-    row = {"table": "long", "label": "ours", "flags": "", "step_s": 50.0, "os_place": "host"}
+    row = {"label": "ours", "flags": "", "step_s": 50.0, "os_place": "host"}
     assert report.may_be_too_short(row)
     assert report.has_rough_clock(row | {"os_place": "gpu"})
     assert not report.may_be_too_short(row | {"os_place": "gpu"})
@@ -218,6 +243,12 @@ def test_labels_are_words():
         (
             A_ROW | {"label": "fsdp2 selective host"},
             "FSDP2, recomputes all but attention, model states on the host",
+        ),
+        (A_ROW | {"label": "deepspeed full"}, "DeepSpeed, recomputes every layer"),
+        (
+            A_ROW | {"label": "transformers bf16 fp8 by-layer three-quarters"},
+            "transformers, bf16 weights and states, torchao's float8 products, compiled by layer, "
+            "recomputes three of four layers",
         ),
         (
             A_ROW | {"label": "transformers bf16 liger full"},
