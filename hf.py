@@ -62,6 +62,7 @@ from torch import Tensor
 from checkpoint import is_finite, pack, sync, write_tensors
 from data import fresh_folder, own_file
 from model import ROPE_KEYS, ROPE_OPTIONS, LLaMA, ModelConfig, rope_kind
+from optim import round_weight
 from ranks import ConfigError, on_rank_0
 
 # ---------------------------------------------------------------------------- names and keys
@@ -849,7 +850,8 @@ def collect_weights(
         full = full_param(name)
         if dist.get_rank() == 0:
             row_counts = [rows for rows, *_ in theirs.values()]
-            tensors |= zip(theirs, full.to("cpu", dtype).split(row_counts))
+            rounded = round_weight(full.cpu(), dtype)  # as training rounds it
+            tensors |= zip(theirs, rounded.split(row_counts))
     return tensors
 
 

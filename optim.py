@@ -30,11 +30,12 @@ of the master weight. So the host keeps only the lower half, the *rest* (join_ma
 compute dtypes it keeps the whole master weight. An optimizer does not notice: it gets the whole
 master weight in either place, and both places train alike, bit for bit.
 
-With --moments bf16 the two moments are in bf16: 12P becomes 8P, and 10P becomes 6P. They are rounded up or down at
-random, so that their expected value is right (round_stochastically). Rounding to the nearest number
-would stop the second moment too early. Each update moves it by 5 % of its distance to the squared
-gradient. Neighbouring bf16 numbers differ by 0.4 to 0.8 %. So once the distance is below 4 to 8 %,
-an update moves it by less than half of this difference, and rounding undoes the move.
+With --moments bf16 the two moments are in bf16: 12P becomes 8P, and 10P becomes 6P. They are
+rounded up or down at random, so that their expected value is right (round_stochastically). Rounding
+to the nearest number would stop the second moment too early. Each update moves it by 5 % of its
+distance to the squared gradient. Neighbouring bf16 numbers differ by 0.4 to 0.8 %. So once the
+distance is below 4 to 8 %, an update moves it by less than half of this difference, and rounding
+undoes the move.
 
 A row of SCHEDULES says how the learning rate falls (examples/schedule.py adds two rows).
 
@@ -584,9 +585,9 @@ def allocate_states(
     """Allocate the states (size,) of matrices, zeros. sizes: the elements that this rank owns of
     each matrix; dtype: the compute dtype; storage: "gpu" or "host".
 
-    Returns the states of each matrix by name, as Optimizer.stored_dtypes lists them, and, if they are on the host, the HostStates that
-    streams them through the GPU. Raises ConfigError if a rank gets no host memory. A collective of
-    all ranks.
+    Returns the states of each matrix by name, as Optimizer.stored_dtypes lists them. If they are on
+    the host, it also returns the HostStates that streams them through the GPU. Raises ConfigError
+    if a rank gets no host memory. A collective of all ranks.
     """
     dtypes = optimizer.stored_dtypes(dtype, storage)
     if storage == "gpu":

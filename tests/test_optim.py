@@ -1,18 +1,31 @@
-"""Moments in bf16: their random bits, their rounding, and that no plan changes a result."""
+"""Moments in bf16: their random bits, their rounding, and that no plan changes a result. And the
+master weight as the host stores it."""
 
+import itertools
 import json
 import math
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 from pytest import raises
 
+import checkpoint
 import costs
 import optim
 import planner
-from model import MODELS
+import shard
+from model import MODELS, LLaMA, initial_weight
 from ops import TensorSlice
-from test_all import main, needs_gpu, parametrize, relative, slow
+from test_all import (
+    main,
+    needs_gpu,
+    on_ranks,
+    parametrize,
+    relative,
+    save_checkpoint,
+    slow,
+)
 
 CPU = torch.device("cpu")
 
@@ -146,22 +159,191 @@ def test_either_moments_resume_from_the_other(first, second, tmp_path):
 
 def test_moments_are_adamws_and_are_counted():
     """A plan with moments in bf16 takes 8 bytes per parameter for optimizer states, not 12, and its
-    update moves 20, not 28. Another optimizer is refused. Catches a plan that counts float32."""
+    update moves 20, not 28. On the host both take 2 bytes less, and joining and splitting the master
+    weight moves 16 bytes more. Another optimizer is refused. Catches a plan that counts float32."""
     asked = planner.Constraints(batch=1)
     hardware = planner.Hardware(1, 1, None)
 
     def plan_with(**flags):
         return planner.shapes(replace(asked, **flags), MODELS["1b"], hardware)[0]
 
-    wide, narrow = (plan_with(moments=kind) for kind in ("fp32", "bf16"))
-    assert wide.optimizer_bytes_per_param == 12 and narrow.optimizer_bytes_per_param == 8
-    moved = [
-        costs.update_bytes(torch.bfloat16, optim.OPTIMIZERS[plan.optimizer])
-        for plan in (wide, narrow)
-    ]
-    assert moved == [28, 20]
+    found = {}
+    for moments, place in itertools.product(("fp32", "bf16"), ("gpu", "host")):
+        plan = replace(plan_with(moments=moments), os_place=place)
+        optimizer = optim.OPTIMIZERS[plan.optimizer]
+        found[moments, place] = (
+            plan.optimizer_bytes_per_param,
+            costs.update_bytes(torch.bfloat16, optimizer, place),
+        )
+    assert found == {
+        ("fp32", "gpu"): (12, 28),
+        ("fp32", "host"): (10, 44),
+        ("bf16", "gpu"): (8, 20),
+        ("bf16", "host"): (6, 36),
+    }
     with raises(ValueError, match="--moments bf16: only AdamW has .* is muon. Drop --moments"):
         plan_with(moments="bf16", optimizer="muon")
+
+
+# ---------------------------------------------------------------------------- weight and rest
+
+
+def masters_with_all_lower_halves() -> torch.Tensor:
+    """Return float32 numbers with each lower half (2^16 of them) under 20 upper halves: zeros,
+    denormals, powers of two and their neighbours, random ones, the largest numbers, of both signs.
+    """
+    upper = [0x0000, 0x0001, 0x007F, 0x0080, 0x3F7F, 0x3F80, 0x3F81, 0x4123, 0x7F00, 0x7F7F]
+    upper = torch.tensor(upper, dtype=torch.int64)
+    upper = torch.cat([upper, upper + 0x8000])
+    bits = (upper[:, None] * 2**16 + torch.arange(2**16)).flatten()
+    return bits.to(torch.int32).view(torch.float32)  # the conversion keeps the lower 32 bits
+
+
+def same_bits(x: torch.Tensor, y: torch.Tensor) -> bool:
+    return torch.equal(x.view(torch.int32), y.view(torch.int32))
+
+
+def test_weight_and_rest_give_the_master_bit_for_bit():
+    """A master weight that is split into a bf16 weight and the rest, and joined again, is the same
+    in each bit. The weight is the nearest bf16 number, and a tie goes away from zero.
+
+    Catches a tie that becomes its neighbour, a borrow that is lost, and a sign that flips."""
+    master = masters_with_all_lower_halves()
+    weight = torch.empty_like(master, dtype=torch.bfloat16)
+    rest = torch.empty_like(master, dtype=torch.int16)
+    optim.split_master(master, weight, rest)
+    joined = torch.empty_like(master)
+    optim.join_master(joined, weight, rest)
+    assert same_bits(joined, master)
+
+    assert torch.equal(weight, optim.round_weight(master, torch.bfloat16))
+    tie = master.view(torch.int32) & 0xFFFF == 0x8000
+    assert torch.equal(weight[~tie], master[~tie].bfloat16())
+    finite = tie & weight.isfinite()  # above the largest number is infinity
+    assert finite.sum() == 18
+    assert (weight[finite].double().abs() > master[finite].double().abs()).all()
+
+    special = torch.tensor([math.inf, -math.inf, math.nan, -0.0])
+    rounded = optim.round_weight(special, torch.bfloat16)
+    assert torch.equal(rounded[:2], special[:2].bfloat16()) and rounded[2].isnan()
+    assert rounded[3].signbit()
+    for dtype in (torch.float32, torch.float64):  # nothing is lost, and nothing is rounded
+        assert torch.equal(optim.round_weight(master, dtype), master.to(dtype))
+
+
+def states_in(place: str, layout: str, factors: shard.Factors, moments: str) -> tuple:
+    """Return a model in bf16 and its states, whose initial master weights have ties. One in 16
+    elements is a tie, among them the first of each matrix."""
+    with torch.device("meta"):
+        llama = LLaMA(replace(MODELS["tiny"], layers=2))
+    optimizer = optim.BF16_MOMENTS if moments == "bf16" else optim.ADAMW
+    states = shard.States(
+        llama,
+        CPU,
+        torch.bfloat16,
+        factors=factors,
+        layout=layout,
+        storage=place,
+        optimizer=optimizer,
+    )
+
+    def weight_with_ties(name: str) -> torch.Tensor:
+        shape = states.shapes[name]
+        weight = initial_weight(name, shape, states.weight_init[name], 0, CPU).float().contiguous()
+        bits = weight.view(torch.int32).view(-1)[::16]
+        bits.copy_(bits & -0x10000 | 0x8000)
+        return weight
+
+    states.load(weight_with_ties)
+    return llama, states
+
+
+def train_a_step(llama: LLaMA, states: shard.States, seed: int, lr: float, finite: bool) -> None:
+    rng = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(llama.cfg.vocab, (1, 65), generator=rng)
+    states.begin_step()
+    loss = llama(tokens[:, :-1], tokens[:, 1:])
+    (loss if finite else loss * math.inf).backward()
+    states.finish_gradients()
+    states.update(lr, 1.0)
+
+
+def all_values(states: shard.States) -> dict[str, torch.Tensor]:
+    """Return copies of the full values of all states by name, and of this rank's weights."""
+    values = {}
+    for name in states.shapes:
+        for state in ("master", "exp_avg", "exp_avg_sq"):
+            values[f"{state}.{name}"] = states.full_param(name, state)
+    for param in states.sharded_params.values():
+        values[f"weight.{param.name}"] = param.owned_param.clone()
+    return values
+
+
+def check_places(ranks: int, folder: Path) -> None:
+    """Train in bf16 with states on the host and on the GPU, and require the same bits after each
+    step, one of which is skipped. Then resume each from the other's checkpoint, with other factors
+    too."""
+    optim.PIECE_ELEMENTS = 1000  # each matrix has several pieces
+    shard.SMALL_PIECE_ELEMENTS = 700
+    split = shard.Factors(ranks, ranks, ranks)
+    whole = shard.Factors(1, 1, 1)
+    for i, (layout, moments) in enumerate([("intra", "fp32"), ("inter", "bf16")]):
+        ours = split if layout == "intra" else shard.Factors(1, 1, ranks)
+        runs = [states_in(place, layout, ours, moments) for place in ("gpu", "host")]
+        for param in runs[1][1].sharded_params.values():
+            assert optim.REST in param.states and "master" not in param.states
+        before = {}
+        # a step with lr = 0 leaves the ties; the third step is skipped
+        steps = [(0.0, True), (0.01, True), (0.01, False), (0.01, True)]
+        for step, (lr, finite) in enumerate(steps):
+            for llama, states in runs:
+                train_a_step(llama, states, step, lr, finite)
+            on_gpu, on_host = (all_values(states) for _, states in runs)
+            for name in on_gpu:
+                assert torch.equal(on_gpu[name], on_host[name]), (step, name)
+                if not finite:
+                    assert torch.equal(on_host[name], before[name]), (step, name)
+            before = on_host
+        changed = on_host["master.embed.weight"]
+        assert (changed.view(torch.int32) & 0xFFFF != 0).float().mean() > 0.5
+
+        for place, factors, other in (("host", ours, "gpu"), ("gpu", whole, "host")):
+            run = folder / f"{i}-{place}"
+            run.mkdir(exist_ok=True)
+            save_checkpoint(runs[place == "host"][1], run, 4)
+            llama, states = states_in(other, layout, factors, moments)
+            checkpoint.load_checkpoint(states, checkpoint.find_checkpoint(run, "latest"))
+            found = all_values(states)
+            for name in on_host:
+                if not name.startswith("weight") or factors == ours:
+                    assert torch.equal(found[name], on_host[name]), (place, name)
+            for param in states.sharded_params.values():
+                master = found[f"master.{param.name}"].flatten()
+                if factors == whole:  # this rank owns all elements
+                    owned = param.owned_param[: len(master)]
+                    assert torch.equal(owned, optim.round_weight(master, torch.bfloat16))
+
+
+def test_places_train_alike_bit_for_bit(tmp_path):
+    """In bf16, states on the host train as states on the GPU do, bit for bit, and each resumes from
+    the other's checkpoint. Catches a master weight that is joined from the wrong weight, a tie that
+    is rounded in two ways, and a skipped step that changes a weight."""
+    on_ranks(2, check_places, 2, tmp_path)
+
+
+@needs_gpu
+def test_gpu_splits_and_joins_as_a_cpu_does():
+    """The compiled kernels of a GPU give each bit of the master weight back, and round as a CPU.
+    Catches a tie that a GPU rounds to even."""
+    master = masters_with_all_lower_halves()
+    on_gpu = master.cuda()
+    weight = torch.empty_like(on_gpu, dtype=torch.bfloat16)
+    rest = torch.empty_like(on_gpu, dtype=torch.int16)
+    optim.split_master(on_gpu, weight, rest)
+    joined = torch.empty_like(on_gpu)
+    optim.join_master(joined, weight, rest)
+    assert same_bits(joined.cpu(), master)
+    assert torch.equal(weight.cpu(), optim.round_weight(master, torch.bfloat16))
 
 
 @needs_gpu

@@ -93,7 +93,7 @@ def test_planner_says_what_a_graph_gives():
         ),
         ({"inside": 1e11, "across": 1e10}, NODES, "p=1 g=1 os=8 os_layout=intra"),
         ({"inside": 1e11, "across": 1e11}, NODES, "p=1 g=1 os=1"),
-        # 4P on the GPU, 12P on the host
+        # 4P on the GPU, 10P on the host
         ({}, "--ranks 1 --per-node 1 --seq 4K --gpu-memory 45G", "os_place=host p=1"),
         # up to 8K tokens run together
         ({}, "--seq 2K --batch 128 --p 1 --os 1 --recompute none", "sp=1 micro_batch=4 dp=8"),
