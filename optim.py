@@ -185,14 +185,17 @@ class Optimizer:
         return {state.name: state.dtype or accum_dtype for state in self.states}
 
     def stored_dtypes(self, dtype: torch.dtype, place: str) -> dict[str, torch.dtype]:
-        """Return the dtype of each state by name, as it is stored. dtype: the compute dtype; place:
-        "gpu" or "host". On the host, REST replaces a master weight that join_master can make.
-        """
-        dtypes = self.dtypes(accumulation_dtype(dtype))
-        if place == "host" and (dtype, dtypes["master"]) == (torch.bfloat16, torch.float32):
-            del dtypes["master"]
-            dtypes[REST] = torch.int16
-        return dtypes
+        """Return the dtype of each state by name, as it is stored, in the order of `states`. dtype:
+        the compute dtype; place: "gpu" or "host". On the host, REST takes the place of a master
+        weight that join_master can make."""
+        stored = {}
+        for name, state_dtype in self.dtypes(accumulation_dtype(dtype)).items():
+            can_be_joined = (dtype, state_dtype) == (torch.bfloat16, torch.float32)
+            if name == "master" and place == "host" and can_be_joined:
+                stored[REST] = torch.int16
+            else:
+                stored[name] = state_dtype
+        return stored
 
     def bytes_per_parameter(self, dtype: torch.dtype, place: str = "gpu") -> int:
         """Return the bytes of the stored states per parameter. dtype, place: see stored_dtypes."""
@@ -680,11 +683,16 @@ class HostStates:
                 torch._foreach_copy_(on_gpu, on_host, non_blocking=True)
             # waits for this piece's states; hidden by the forward, under which host_update runs
             wait(self.stream_in.record_event())
-            piece_states = dict(zip(states, on_gpu))
-            rest = piece_states.pop(REST, None)
-            if rest is not None:
-                master = piece_states["master"] = self.master[: len(rest)]
-                join_master(master, weight[piece], rest)
+            # in the order in which the optimizer declares its states
+            piece_states = {}
+            master = rest = None
+            for name, tensor in zip(states, on_gpu):
+                if name == REST:
+                    rest = tensor
+                    master = piece_states["master"] = self.master[: len(rest)]
+                    join_master(master, weight[piece], rest)
+                else:
+                    piece_states[name] = tensor
             yield piece, piece_states
             if rest is not None:
                 split_master(master, weight[piece], rest)

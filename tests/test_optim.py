@@ -231,6 +231,29 @@ def test_weight_and_rest_give_the_master_bit_for_bit():
         assert torch.equal(optim.round_weight(master, dtype), master.to(dtype))
 
 
+@parametrize("master", [0, 1, 2])  # its position among the states
+@parametrize("dtype", [torch.float32, torch.bfloat16])
+@parametrize("storage", ["gpu", "host"])
+def test_states_have_the_order_that_an_optimizer_declares(storage, dtype, master, group):
+    """An optimizer that unpacks `u.states.values()` gets its states in the order in which it has
+    declared them, wherever they lie. Catches a joined master weight that comes last, so that
+    another state is updated as if it were the weight."""
+    names = ["momentum", "ema"]
+    names.insert(master, "master")
+    optimizer = optim.Optimizer(optim.adamw, tuple(map(optim.State, names)))
+    (states,), host_states = optim.allocate_states(optimizer, [8], dtype, CPU, storage)
+    weight = torch.ones(8, dtype=dtype)
+    pieces = [(slice(None), states)]
+    if host_states:
+        host_states.begin()
+        pieces = host_states.stream_through(states, weight)
+    for _, piece_states in pieces:
+        assert [*piece_states] == names
+        assert all(state.dtype == torch.float32 for state in piece_states.values())
+        if optim.REST in states:
+            assert torch.equal(piece_states["master"], torch.ones(8))
+
+
 def states_in(place: str, layout: str, factors: shard.Factors, moments: str) -> tuple:
     """Return a model in bf16 and its states, whose initial master weights have ties. One in 16
     elements is a tie, among them the first of each matrix."""
