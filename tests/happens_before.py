@@ -67,8 +67,9 @@ import train
 
 ROOT = Path(streams.__file__).parent
 ENGINE = {path.name for path in ROOT.glob("*.py")} - {"test_all.py"}
-# Names of streams in a trace. WRITER is the thread that writes checkpoints.
-COMPUTE, HOST, WRITER = "compute", "host", "writer"
+# Names of streams in a trace. WRITER is the thread that writes checkpoints, and WRITER_ON_GPU is
+# what this thread reads from the GPU.
+COMPUTE, HOST, WRITER, WRITER_ON_GPU = "compute", "host", "writer", "writer on the GPU"
 
 # ---------------------------------------------------------------------------- recording
 
@@ -373,17 +374,21 @@ class RecordedPool(ThreadPoolExecutor):
         recorder = Recorder.current
         if write is checkpoint.write_states:
             recorder.trace.append(("follow", WRITER, HOST, None))
+            # the thread may launch a copy from the GPU at any time until it is done, so later work
+            # of compute does not wait for the copy
+            recorder.trace.append(("follow", WRITER_ON_GPU, COMPUTE, None))
             for part in args[1].values():
                 if part.saved_here:
                     for tensor in part.tensors().values():
                         on_host = recorder.memory_of(tensor).on_host
-                        recorder.access(tensor, False, WRITER if on_host else COMPUTE)
+                        recorder.access(tensor, False, WRITER if on_host else WRITER_ON_GPU)
         job = super().submit(write, *args)
         if write is checkpoint.write_states:
             result = job.result
 
             def wait_for_result(*timeout):
-                recorder.trace.append(("follow", HOST, WRITER, None))
+                for stream in (WRITER, WRITER_ON_GPU):
+                    recorder.trace.append(("follow", HOST, stream, None))
                 return result(*timeout)
 
             job.result = wait_for_result

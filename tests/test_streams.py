@@ -29,6 +29,7 @@ import checkpoint
 import happens_before
 import optim
 import replay
+import shard
 import train
 from test_all import (
     ALL_COMBINATIONS,
@@ -50,7 +51,7 @@ from test_all import CASES as ALL_CASES
 #     +graph     run steps on a stream of their own, as steps that become a CUDA graph do
 #     +buffers   give each piece of the optimizer states a buffer of its own
 CASES = """
-1 place=host micro=2 keep=mixed +save
+1 place=host micro=2 keep=mixed dtype=bf16 +save   # the host stores the rest of the master weights
 1 place=host +buffers                       # no buffer is filled twice in a step
 1 open=1 +graph
 1 keep=neither model=deep                   # x is recomputed from every second layer's x
@@ -58,7 +59,7 @@ CASES = """
 2 pp=2 parts=2 micro=2 tied=1               # an interleaved pipeline, both ends share a matrix
 2 p=2 g=2 os=2 place=host keep=kept         # parameters in two shards, states on the host
 2 p=2 g=2 os=2 micro=2 tied=1               # a gradient stays in its buffer while layers run
-2 g=2 os=2 layout=inter place=host
+2 g=2 os=2 layout=inter place=host dtype=bf16
 2 sp=2 ring=2 g=2 os=2                      # a ring
 2 sp=2 groups=4 keep=mixed                  # Ulysses, with chunks kept, swapped and recomputed
 2 tp=2 mode=mtp keep=swapped                # tensor parallelism, with and without chunks
@@ -163,6 +164,30 @@ def test_checker_finds_what_is_wrong():
         "read on stream || its memory is reused on compute",
         "write on stream || its memory is reused on compute",
     ]
+
+
+def test_checker_sees_what_a_save_reads(monkeypatch):
+    """A thread that saves reads at any time until it is done. The checker finds a write to what it
+    reads, on the GPU or on the host, unless the save has ended before. Catches a save of weights
+    that the next update changes meanwhile."""
+    monkeypatch.setattr(checkpoint, "write_states", lambda folder, parts: {})
+
+    def program(ends: bool, writes_weight: bool):
+        def run(stream):
+            weight = torch.zeros(8, dtype=torch.bfloat16)
+            rest = happens_before.pin_host_buffers([16], False)[0].view(torch.int16)
+            part = shard.StatePart(rest, 0, (8,), True, weight=weight)
+            job = happens_before.RecordedPool(1).submit(checkpoint.write_states, None, {"a": part})
+            if ends:
+                job.result()
+            (weight if writes_weight else rest).fill_(1)
+            return weight, rest
+
+        return races_of(run)
+
+    assert program(ends=True, writes_weight=True) == program(ends=True, writes_weight=False) == []
+    assert program(False, writes_weight=True) == ["read on writer on the GPU || write on compute"]
+    assert program(False, writes_weight=False) == ["read on writer || write on host"]
 
 
 # ---------------------------------------------------------------------------- cases
