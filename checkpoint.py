@@ -12,9 +12,9 @@
 A checkpoint holds the optimizer states of each weight, and the number of updates. With AdamW the
 states are the float32 `master` weight, `exp_avg` and `exp_avg_sq`. It holds no bf16 weights and no
 gradients. A resume makes the bf16 weights again by rounding the master weights
-(States.restore_weights). Forward passes use the bf16 weights, an export the master weights. A
-frozen weight is the exception. It has one state, `frozen`, which is the weight itself, in the dtype
-in which the run holds it.
+(States.restore_weights, StatePart.write). Forward passes use the bf16 weights, an export the master
+weights. A frozen weight is the exception. It has one state, `frozen`, which is the weight itself, in
+the dtype in which the run holds it.
 
 Another number of ranks can read it. A part is the elements [start, start + count) of a state's flat
 tensor. A rank that resumes, under any factors, finds in all files the parts that overlap with its
@@ -415,8 +415,8 @@ def fill(values: Tensor, parts: list[SavedPart], first: int) -> None:
 
 
 def overlapping(parts: list[SavedPart], first: int, n: int) -> Iterator[tuple[int, Tensor]]:
-    """Yield what the saved parts of a flat tensor have of its elements [first, first + n), as
-    (index of the first one - first, elements).
+    """Yield the elements [first, first + n) of a flat tensor that is saved in parts, as pairs
+    (index, elements), one pair per part that has some of them. An index of 0 is the element `first`.
 
     a saved part   start |---------------| start + count
     wanted                     first |--------------------| first + n

@@ -40,7 +40,8 @@ swap S_others.
     term                formula                                                         GiB
     parameters          2 P / p bytes, bf16                                            6.28
     gradients           2 P / g bytes, bf16                                            3.14
-    optimizer           12 P / os bytes: master weight and two moments in float32     18.83
+    optimizer           12 P / os bytes: master weight and two moments in float32;    18.83
+                        on the host 10 P / os (optim.py)
     gathered weights    2 bytes x (matrices of 2 layers + embedding + head)            1.24
     whole gradients     the same                                                       1.24
     activations         14 x (S_input + S_attn) = 14.11, 13 x S_others = 60.94,       86.44
@@ -1006,8 +1007,8 @@ def weight_buffer_bytes(plan: Plan) -> dict[str, float]:
 
 def streaming_buffer_bytes(plan: Plan) -> float:
     """Return the bytes of the buffers through which optimizer states stream from the host and back
-    (optim.HostStates). If the host stores only the rest of the master weights, one more buffer has
-    the joined master weight of a piece."""
+    (optim.HostStates). If the host stores only the rest of the master weights, one more buffer holds
+    the joined master weights of a piece."""
     f = plan.factors
     shards = f.p if plan.os_layout == "inter" else f.os
     elements = largest_trained_matrix(plan) / shards
@@ -1626,8 +1627,8 @@ def update_bytes(dtype: torch.dtype, optimizer: Optimizer = ADAMW, place: str = 
     states are stored, "gpu" or "host".
 
     AdamW reads a gradient, the master weight and two moments. It writes a weight, the master weight
-    and two moments. If the host stores only the rest of the master weight, joining and splitting it
-    take 16 bytes: each reads 4 and writes 4.
+    and two moments. If the host stores only the rest of the master weight, join_master and
+    split_master move 16 bytes more: each of them reads 4 and writes 4.
     """
     moved = 2 * (dtype.itemsize + optimizer.bytes_per_parameter(dtype))
     if REST in optimizer.stored_dtypes(dtype, place):

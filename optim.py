@@ -25,10 +25,10 @@ states in float32:
     host    10P/os bytes of page-locked host memory per rank, if weights are in bf16; the update
             streams them through the GPU in pieces, while the next forward runs (HostStates)
 
-The host keeps 10 bytes instead of 12, because the bf16 weight on the GPU already has the upper half
-of the master weight. So the host keeps only the lower half, the *rest* (join_master). With other
-compute dtypes it keeps the whole master weight. An optimizer does not notice: it gets the whole
-master weight in either place, and both places train alike, bit for bit.
+Why 10 bytes and not 12? The bf16 weight on the GPU is the upper half of the master weight, rounded.
+So the host keeps only the lower half, the *rest*, and join_master makes the master weight from the
+two. With other compute dtypes the host keeps the whole master weight. An optimizer need not know
+this. It gets the whole master weight in either place, and both places train alike, bit for bit.
 
 With --moments bf16 the two moments are in bf16: 12P becomes 8P, and 10P becomes 6P. They are
 rounded up or down at random, so that their expected value is right (round_stochastically). Rounding
@@ -301,28 +301,31 @@ OPTIMIZERS = {"adamw": ADAMW, "adamw-bf16": BF16_MOMENTS}
 #
 #     master = (weight << 16) + rest             as integers
 #
-# This is exact only if each weight has at most 2^16 masters. PyTorch rounds a master that lies in
-# the middle of two bf16 numbers, a tie, to the one whose last bit is 0. That one would have 2^16 + 1
-# masters: ties on both sides. So round_weight rounds ties away from zero. Each weight then has
-# the tie on one side, and -0x8000 is its rest. Other masters are rounded as PyTorch rounds them.
+# The rest has 16 bits. So at most 2^16 master weights may be rounded to the same bf16 weight. Now take
+# a *tie*, a master weight in the middle between two bf16 numbers. PyTorch rounds it to the number
+# whose last bit is 0. This number would get the ties on both of its sides, and 2^16 + 1 master weights
+# in all. So round_weight rounds a tie away from zero. Then a number gets at most one tie, with the rest
+# -0x8000. All other master weights are rounded as PyTorch rounds them.
 
 REST = "rest of master"  # the host stores the rest under this name, instead of "master"
 
 
 def round_weight(master: Tensor, dtype: torch.dtype) -> Tensor:
     """Return a master weight in the compute dtype. In bf16 a tie is rounded away from zero. Infinity,
-    NaN and -0.0 stay what they are, and a number above the largest bf16 number becomes infinity."""
+    NaN and -0.0 stay what they are. Numbers from the tie above the largest bf16 number on become
+    infinity."""
     if (master.dtype, dtype) != (torch.float32, torch.bfloat16):
         return master.to(dtype)
-    # Bit 15 says whether the lower half is a tie or more. Then the last bit is set, which makes a
-    # tie more than a tie. It changes no other result, because it never carries
+    # A number lies between two bf16 numbers. Bit 15 is set in a tie, and in each number that lies
+    # closer to the one further from zero. Set the last bit of all these: then a tie lies closer to
+    # that one, too, and the others are rounded as before
     bits = master.view(torch.int32)
     return (bits | (bits >> 15 & 1)).view(torch.float32).to(dtype)
 
 
 def join_master(master: Tensor, weight: Tensor, rest: Tensor) -> None:
-    """Set the master weight (n,), in float32, from the bf16 weight and the rest, an int16. It is the
-    one that split_master got, bit by bit; only a NaN may become another NaN."""
+    """Set the master weight (n,), in float32, from the bf16 weight and the rest, an int16. The result
+    has the bits that split_master got. Only a NaN may become another NaN."""
     join_bits(master.view(torch.int32), weight.view(torch.int16), rest)
 
 
@@ -455,7 +458,8 @@ def check_optimizer(name: str, optimizer: Optimizer) -> None:
         this, and so does a resume.
 
     The update runs on a matrix of 256 random elements on the CPU: in float64, and in bf16 for the
-    last rule. There lr is 0, so that the master weights stay ties, which show how they are rounded.
+    last rule. In bf16 all master weights are ties, because only ties show how an optimizer rounds. With
+    lr = 0 they stay ties after the update. It also runs with lr = 0.01.
     """
     dtypes = optimizer.dtypes(torch.float64)
     if "master" not in dtypes or len(dtypes) < len(optimizer.states):
@@ -643,15 +647,17 @@ class HostStates:
     The copies into the first three buffers do not wait for compute, because the states do not
     depend on the gradients. So they may run while the GPU still runs the backward.
 
-    If the host stores the rest of the master weights, host_update joins it with the weight before
-    the update of a piece, and splits the new master weight after it. All pieces use one buffer for
-    the joined master weight, because host_update runs one after the other.
+    If the host stores only the rest of the master weights, each piece does three things on
+    host_update: join_master makes its master weights, the optimizer updates them, and split_master
+    sets the new weights and the new rest. One buffer for joined master weights is enough, because
+    host_update runs the pieces one after the other.
     """
 
     piece_elements: int  # the largest number of elements in a piece
     # the buffers in turn, without end; each has one tensor (piece_elements,) per state
     buffers: Iterator[Buffer]
-    # (piece_elements,), float32: the joined master weight of a piece; None: the host stores it
+    # (piece_elements,), float32: the joined master weights of a piece; None: the host stores them
+    # whole
     master: Tensor | None
     stream_in: CommStream
     stream_out: CommStream
@@ -668,8 +674,8 @@ class HostStates:
         """Yield a matrix piece by piece: the range of its elements, and their states on the GPU.
         When the caller asks for the next piece, the states of this one are copied back.
 
-        states: on the host, as they are stored. weight: as long as the states, on the GPU. The
-        yielded states always have the whole master weight."""
+        states: by name, each (n,), on the host, as they are stored. weight: (n,), on the GPU. The
+        yielded states always include the whole master weight, in float32 or wider."""
         size = len(weight)
         for start in range(0, size, self.piece_elements):
             piece = slice(start, min(start + self.piece_elements, size))

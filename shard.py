@@ -10,8 +10,8 @@ A model with P parameters in bf16, and AdamW's states in float32, takes per rank
 
     2P/p     bytes of parameters
     2P/g     bytes of gradients; 4P/g if several micro-batches accumulate (see grad_sums)
-    12P/os   bytes of optimizer states: the master weight and two moments; on the host 10P/os,
-             because it stores only what the bf16 weight lacks of the master weight (optim.py)
+    12P/os   bytes of optimizer states: the master weight and two moments. On the host they take
+             10P/os, because the bf16 weight is already one half of the master weight (optim.py)
 
 Example: p = 2 and os = 4 on R = 8 ranks. The p-shards a and b are the halves of a matrix; a0 and a1
 are the halves of a.
@@ -404,8 +404,9 @@ class StatePart:
         return tensors
 
     def pieces(self, device: torch.device) -> Iterator[Tensor]:
-        """Yield the values (n,), a range after the other. Joined master weights are made on the
-        device, a piece at a time; other values are one view of the state."""
+        """Yield the values in order, in tensors (n,). If a master weight is stored as two tensors,
+        join them on the device, SMALL_PIECE_ELEMENTS at a time. Other values come all at once, as
+        the view `stored`."""
         if self.weight is None:
             yield self.stored
             return
@@ -1378,9 +1379,9 @@ class States:
 
         The parts are views of tensors into which the next update writes. If a tensor is on the GPU,
         a copy that is enqueued before this update has the old values. If it is on the host, the
-        copy must be complete before the update is enqueued. A master weight may be stored as a
-        tensor on the GPU and one on the host. A copy of them is of one update only if both copies
-        are complete before the next update is enqueued."""
+        copy must be complete before the update is enqueued. A master weight may be stored as two
+        tensors, one on the GPU and one on the host. They belong together only until the next update
+        is enqueued, so the copies of both must be complete by then."""
         if self.host_states:
             self.host_states.synchronize()
         return self.parts
@@ -1410,8 +1411,8 @@ class States:
 
     def restore_weights(self) -> None:
         """Set the weights from their master weights, for example after a checkpoint was read into
-        state_parts(). The reading itself has set frozen weights, and weights of which the host
-        stores the rest."""
+        state_parts(). StatePart.write has already set two kinds of weights: frozen ones, and those
+        whose rest is on the host."""
         for unit in self.units:
             for param in unit.trained_params:
                 if REST not in param.states:
