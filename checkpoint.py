@@ -13,8 +13,8 @@ A checkpoint holds the optimizer states of each weight, and the number of update
 states are the float32 `master` weight, `exp_avg` and `exp_avg_sq`. It holds no bf16 weights and no
 gradients. A resume makes the bf16 weights again by rounding the master weights
 (States.restore_weights, StatePart.write). Forward passes use the bf16 weights, an export the master
-weights. A frozen weight is the exception. It has one state, `frozen`, which is the weight itself, in
-the dtype in which the run holds it.
+weights. A frozen weight is the exception. It has one state, `frozen`, which is the weight itself,
+in the dtype in which the run holds it.
 
 Another number of ranks can read it. A part is the elements [start, start + count) of a state's flat
 tensor. A rank that resumes, under any factors, finds in all files the parts that overlap with its

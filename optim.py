@@ -301,19 +301,20 @@ OPTIMIZERS = {"adamw": ADAMW, "adamw-bf16": BF16_MOMENTS}
 #
 #     master = (weight << 16) + rest             as integers
 #
-# The rest has 16 bits. So at most 2^16 master weights may be rounded to the same bf16 weight. Now take
-# a *tie*, a master weight in the middle between two bf16 numbers. PyTorch rounds it to the number
-# whose last bit is 0. This number would get the ties on both of its sides, and 2^16 + 1 master weights
-# in all. So round_weight rounds a tie away from zero. Then a number gets at most one tie, with the rest
-# -0x8000. All other master weights are rounded as PyTorch rounds them.
+# The rest has 16 bits. So at most 2^16 master weights may be rounded to the same bf16 weight. Now
+# take a *tie*, a master weight in the middle between two bf16 numbers. PyTorch rounds it to the
+# number whose last bit is 0. This number would get the ties on both of its sides, and 2^16 + 1
+# master weights in all. So round_weight rounds a tie away from zero. Then a number gets at most one
+# tie, with the rest -0x8000. All other master weights are rounded as PyTorch rounds them.
 
 REST = "rest of master"  # the host stores the rest under this name, instead of "master"
 
 
 def round_weight(master: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return a master weight in the compute dtype. In bf16 a tie is rounded away from zero. Infinity,
-    NaN and -0.0 stay what they are. Numbers from the tie above the largest bf16 number on become
-    infinity."""
+    """Return a master weight in the compute dtype. In bf16 a tie is rounded away from zero.
+
+    Infinity, NaN and -0.0 stay what they are. Numbers from the tie above the largest bf16 number on
+    become infinity."""
     if (master.dtype, dtype) != (torch.float32, torch.bfloat16):
         return master.to(dtype)
     # A number lies between two bf16 numbers. Bit 15 is set in a tie, and in each number that lies
@@ -324,8 +325,8 @@ def round_weight(master: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def join_master(master: Tensor, weight: Tensor, rest: Tensor) -> None:
-    """Set the master weight (n,), in float32, from the bf16 weight and the rest, an int16. The result
-    has the bits that split_master got. Only a NaN may become another NaN."""
+    """Set the master weight (n,), in float32, from the bf16 weight and the rest, an int16. The
+    result has the bits that split_master got. Only a NaN may become another NaN."""
     join_bits(master.view(torch.int32), weight.view(torch.int16), rest)
 
 
@@ -458,8 +459,8 @@ def check_optimizer(name: str, optimizer: Optimizer) -> None:
         this, and so does a resume.
 
     The update runs on a matrix of 256 random elements on the CPU: in float64, and in bf16 for the
-    last rule. In bf16 all master weights are ties, because only ties show how an optimizer rounds. With
-    lr = 0 they stay ties after the update. It also runs with lr = 0.01.
+    last rule. In bf16 all master weights are ties, because only ties show how an optimizer rounds.
+    With lr = 0 they stay ties after the update. It also runs with lr = 0.01.
     """
     dtypes = optimizer.dtypes(torch.float64)
     if "master" not in dtypes or len(dtypes) < len(optimizer.states):

@@ -259,7 +259,10 @@ def load_hugging_face(
     """Return the model of a Hugging Face folder. While it is read, it takes 4 bytes of host memory
     per parameter. Raises ValueError or OSError."""
     _, source = hf.read_config(str(path))
-    model = hf.load_model(str(path)).to(device, dtype).requires_grad_(False)
+    model = hf.load_model(str(path)).requires_grad_(False)
+    for weight in model.parameters():
+        weight.data = round_weight(weight.data, dtype)  # rounded as training rounds it
+    model.to(device, dtype)
     cfg = model.cfg
     has_tokenizer = own_file(path / "tokenizer.json", path).exists()
     if tokenizer == "bytes" or (not tokenizer and not has_tokenizer and cfg.vocab == 256):

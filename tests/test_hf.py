@@ -688,6 +688,18 @@ def test_rope_scaling_counts_from_the_trained_length(name, flag, scaling, positi
     assert written["max_position_embeddings"] == positions
 
 
+def test_export_rounds_as_training_does(group):
+    """In an export in bf16, a weight in the middle between two bf16 numbers is rounded away from
+    zero, as training rounds it. Catches PyTorch's rounding, to the number whose last bit is 0."""
+    ties = torch.tensor([[1, -1], [1, 3]]) * (1 + 2.0**-8)
+    parts = {"ours": {"theirs.a": (1, 2), "theirs.b": (1, 2)}}
+    tensors = hf.collect_weights(lambda name: ties, parts, torch.bfloat16)
+    assert [*tensors] == ["theirs.a", "theirs.b"]
+    assert tensors["theirs.a"].tolist() == [[1 + 2.0**-7, -1 - 2.0**-7]]
+    exact = hf.collect_weights(lambda name: ties, parts, torch.float32)
+    assert torch.equal(torch.cat([*exact.values()]), ties)
+
+
 @parametrize("untie", ["", "--untie"])
 def test_hf_train_and_export(untie, tmp_path, capsys):
     """A tied model is imported, trained, exported with the files that lay beside it, and imported

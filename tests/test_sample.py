@@ -17,6 +17,7 @@ from pytest import approx, raises
 
 import checkpoint
 import data
+import hf
 import sample
 import train
 from helpers import edit_meta, hf_model, make_tokenizer
@@ -83,6 +84,32 @@ def test_greedy_text_equals_transformers(folders):
     for name in ("run", "run/step-00000002", "export"):
         assert greedy(load(folders / name), prompt, 20) == wanted, name
     assert greedy(load(folders / "run/step-00000001"), prompt, 20) != wanted
+
+
+@slow
+@parametrize("name", ["run", "export"])
+def test_weights_are_rounded_as_training_rounds_them(name, folders, monkeypatch):
+    """In bf16 a weight in the middle between two bf16 numbers is rounded away from zero, as in
+    training, from a checkpoint and from a Hugging Face folder. Catches PyTorch's rounding, to the
+    number whose last bit is 0."""
+    tie = 1 + 2.0**-8
+    open_weights, load_model = checkpoint.open_weights, hf.load_model
+
+    def open_ties(*args):
+        read = open_weights(*args)
+        return lambda weight: torch.full_like(read(weight), tie)
+
+    def load_ties(folder: str):
+        model = load_model(folder)
+        for p in model.parameters():
+            p.data.fill_(tie)
+        return model
+
+    monkeypatch.setattr(checkpoint, "open_weights", open_ties)
+    monkeypatch.setattr(hf, "load_model", load_ties)
+    loaded = sample.load(str(folders / name), "", CPU, torch.bfloat16)
+    for weight in loaded.model.parameters():
+        assert weight.dtype == torch.bfloat16 and (weight == 1 + 2.0**-7).all()
 
 
 @parametrize("kind", ["llama", "qwen3"])
