@@ -11,7 +11,6 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
-import torch
 import torch.distributed as dist
 from pytest import raises
 from torch.distributed.elastic.utils.distributed import get_free_port
