@@ -7,7 +7,7 @@
 PYTHON ?= python3
 SHELL := /bin/bash
 .SHELLFLAGS := -o pipefail -c
-PYTEST := .venv/bin/python -m pytest -v
+PYTEST := .venv/bin/python -m pytest -v --durations=30
 
 train: .venv/ready
 	@echo "make train takes about 6 minutes on two idle cores, half of it to install."

@@ -11,7 +11,7 @@ sample.py or planner.py. To make a fork of your own, copy the module, rename its
     alibi       attention: a penalty for distance, whose     --attention alibi                 42
                 slope depends on the head
     block       the layer: biases, more norms, a gate        --architecture fork               36
-    ema         the optimizer also averages the weights,     --optimizer ema                   44
+    ema         the optimizer also averages the weights,     --optimizer ema                   45
                 and an export writes the average
     gelu        the activation of the MLP, gated or not      --architecture gelu, geglu        59
     gemma       the layer: four norms and GeGLU; the         --architecture gemma              50
