@@ -398,7 +398,7 @@ def read_states(saved: Checkpoint, parts: dict[str, StatePart]) -> None:
                 whole = read_whole(state, part.dtype)
                 local = whole if part.tp_slice is None else part.tp_slice.extract(whole)
                 part.write(part.select(local))
-        if not all(map(is_finite, part.pieces(part.stored.device))):
+        if not all(map(is_finite, part.pieces(torch.device("cpu")))):
             raise ValueError(
                 f"--resume: {saved.folder}: {name} has values that are not finite; name another "
                 "checkpoint in the same folder, if there is one"
@@ -528,10 +528,9 @@ class Saver:
             return
         parts = self.states.state_parts()
         tensors = {
-            (name, field): tensor
+            name: torch.empty(part.count, dtype=part.dtype, device="meta")
             for name, part in parts.items()
             if part.saved_here
-            for field, tensor in part.tensors().items()
         }
         size = buffer_bytes(tensors)
         if size > self.room:
@@ -557,9 +556,10 @@ class Saver:
         parts = self.states.state_parts()
         if self.room is not None:  # a copy to page-locked memory runs at the full speed of PCIe
             copied = {}
-            for (name, field), copy in self.copies.items():
-                copy.copy_(parts[name].tensors()[field])
-                copied[name] = replace(copied.get(name, parts[name]), **{field: copy})
+            for name, copy in self.copies.items():
+                # whole master weights, which a GPU joins fast, and the thread need not join
+                parts[name].copy_to(copy, self.states.device)
+                copied[name] = replace(parts[name], stored=copy, weight=None)
             parts = copied
         self.job = self.thread.submit(write_states, self.folder, parts)
         self.job.add_done_callback(lambda _: self.take_time())

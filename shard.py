@@ -396,17 +396,13 @@ class StatePart:
         """Return the bytes of the values."""
         return self.count * self.dtype.itemsize
 
-    def tensors(self) -> dict[str, Tensor]:
-        """Return the tensors that hold the values, by the names of their fields."""
-        tensors = {"stored": self.stored}
-        if self.weight is not None:
-            tensors["weight"] = self.weight
-        return tensors
-
     def pieces(self, device: torch.device) -> Iterator[Tensor]:
         """Yield the values in order, in tensors (n,). If a master weight is stored as two tensors,
         join them on the device, SMALL_PIECE_ELEMENTS at a time. Other values come all at once, as
-        the view `stored`."""
+        the view `stored`.
+
+        device: threads pass the CPU. On a GPU the join is compiled, which several threads must not
+        do at a time."""
         if self.weight is None:
             yield self.stored
             return
@@ -423,10 +419,11 @@ class StatePart:
         self.copy_to(values)
         return values
 
-    def copy_to(self, values: Tensor) -> None:
-        """Copy the values into a tensor (count,) of any dtype and device."""
+    def copy_to(self, values: Tensor, device: torch.device | None = None) -> None:
+        """Copy the values into a tensor (count,) of any dtype and device. device: where master
+        weights are joined, see `pieces`; None: where `values` are."""
         first = 0
-        for piece in self.pieces(values.device):
+        for piece in self.pieces(device or values.device):
             values[first : first + len(piece)].copy_(piece)
             first += len(piece)
 

@@ -378,8 +378,10 @@ class RecordedPool(ThreadPoolExecutor):
             # of compute does not wait for the copy
             recorder.trace.append(("follow", WRITER_ON_GPU, COMPUTE, None))
             for part in args[1].values():
-                if part.saved_here:
-                    for tensor in part.tensors().values():
+                if not part.saved_here:
+                    continue
+                for tensor in (part.stored, part.weight):
+                    if tensor is not None:
                         on_host = recorder.memory_of(tensor).on_host
                         recorder.access(tensor, False, WRITER if on_host else WRITER_ON_GPU)
         job = super().submit(write, *args)

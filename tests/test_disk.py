@@ -228,14 +228,15 @@ def test_saving_beside_steps_saves_the_same(tmp_path, capsys, monkeypatch):
     """`--save-async` saves the states of its step, although it writes them after the next step.
 
     This holds for states on the GPU and on the host. In bf16 the host has only one half of the
-    master weights, and the weights themselves are the other half: both are copied. Catches a copy
-    that is taken too late, of later states.
+    master weights, and the weights themselves are the other half. The copies are joined before they
+    are written. Catches a copy that is taken too late, of later states.
     """
 
     write_states = checkpoint.write_states
 
     def write_late(folder: Path, parts: dict) -> dict:
         deadline = time.time() + 20
+        assert all(part.weight is None for part in parts.values())
         late = folder == tmp_path / "b" / "step-00000002.tmp"
         while late and len(losses(tmp_path / "b")) < 3 and time.time() < deadline:
             time.sleep(0.1)
