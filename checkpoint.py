@@ -409,14 +409,15 @@ def read_states(saved: Checkpoint, parts: dict[str, StatePart]) -> None:
 
 
 def fill(values: Tensor, parts: list[SavedPart], first: int) -> None:
-    """Set values (n,) to the elements [first, first + n) of a flat tensor that is saved in parts."""
+    """Set values (n,) to the elements [first, first + n) of a flat tensor, which is saved in
+    parts."""
     for index, elements in overlapping(parts, first, len(values)):
         values[index : index + len(elements)].copy_(elements)
 
 
 def overlapping(parts: list[SavedPart], first: int, n: int) -> Iterator[tuple[int, Tensor]]:
     """Yield the elements [first, first + n) of a flat tensor that is saved in parts, as pairs
-    (index, elements), one pair per part that has some of them. An index of 0 is the element `first`.
+    (index, elements), one pair per part that has some of them. Index 0 is the element `first`.
 
     a saved part   start |---------------| start + count
     wanted                     first |--------------------| first + n

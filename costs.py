@@ -1007,8 +1007,8 @@ def weight_buffer_bytes(plan: Plan) -> dict[str, float]:
 
 def streaming_buffer_bytes(plan: Plan) -> float:
     """Return the bytes of the buffers through which optimizer states stream from the host and back
-    (optim.HostStates). If the host stores only the rest of the master weights, one more buffer holds
-    the joined master weights of a piece."""
+    (optim.HostStates). If the host stores only the rest of the master weights, one more buffer
+    holds the joined master weights of a piece."""
     f = plan.factors
     shards = f.p if plan.os_layout == "inter" else f.os
     elements = largest_trained_matrix(plan) / shards
@@ -1623,8 +1623,8 @@ def unit_seconds(est, plan, matrices, trained_shares):
 
 
 def update_bytes(dtype: torch.dtype, optimizer: Optimizer = ADAMW, place: str = "gpu") -> int:
-    """Return the bytes per parameter that an update reads and writes in GPU memory. place: where the
-    states are stored, "gpu" or "host".
+    """Return the bytes per parameter that an update reads and writes in GPU memory. place: where
+    the states are stored, "gpu" or "host".
 
     AdamW reads a gradient, the master weight and two moments. It writes a weight, the master weight
     and two moments. If the host stores only the rest of the master weight, join_master and

@@ -459,8 +459,7 @@ def check_optimizer(name: str, optimizer: Optimizer) -> None:
         this, and so does a resume.
 
     The update runs on a matrix of 256 random elements on the CPU: in float64, and in bf16 for the
-    last rule. In bf16 all master weights are ties, because only ties show how an optimizer rounds.
-    With lr = 0 they stay ties after the update. It also runs with lr = 0.01.
+    last rule (check_rounding).
     """
     dtypes = optimizer.dtypes(torch.float64)
     if "master" not in dtypes or len(dtypes) < len(optimizer.states):
@@ -482,37 +481,10 @@ def check_optimizer(name: str, optimizer: Optimizer) -> None:
     random = functools.partial(torch.rand, shape, generator=rng, dtype=torch.float64)
     before = {state: random().to(dtype) for state, dtype in dtypes.items()}
     before["weight"] = before["master"].clone()
-    random_grad = random() - 0.5
+    grad = random() - 0.5
 
-    def tensors_after(
-        ranges: list[slice], finite: bool, before: dict[str, Tensor] = before, lr: float = 0.01
-    ) -> dict[str, Tensor]:
-        """Return weight and states after an update that runs range by range."""
-        after = {key: value.clone() for key, value in before.items()}
-        dtype = before["weight"].dtype
-        accum_dtype = accumulation_dtype(dtype)
-        scalars = make_scalars(torch.device("cpu"), accum_dtype)
-        norm = torch.tensor(2.0 if finite else math.inf, dtype=accum_dtype)
-        for _ in range(2):  # t = 2: the random states stand for those after an earlier update
-            set_scalars(scalars, lr, 1.0, norm, 0.0)
-        grad = random_grad if finite else torch.full_like(random_grad, math.inf)
-        grad = grad.to(dtype)
-        for elements in ranges:
-            optimizer.update(
-                Update(
-                    name=name,
-                    start=elements.start or 0,
-                    weight=after["weight"][elements],
-                    grad=grad[elements],
-                    states={state: after[state][elements] for state in dtypes},
-                    weight_decay=0.1,
-                    **scalars._asdict(),
-                )
-            )
-        return after
-
-    everything = slice(None)
-    skipped = tensors_after([everything], finite=False)
+    everything = [slice(None)]
+    skipped = tensors_after(optimizer, before, torch.full_like(grad, math.inf), everything)
     for key, value in before.items():
         if not torch.equal(skipped[key], value):
             raise ValueError(
@@ -521,8 +493,8 @@ def check_optimizer(name: str, optimizer: Optimizer) -> None:
             )
 
     if not optimizer.whole:
-        whole = tensors_after([everything], finite=True)
-        halves = tensors_after([slice(0, 128), slice(128, 256)], finite=True)
+        whole = tensors_after(optimizer, before, grad, everything)
+        halves = tensors_after(optimizer, before, grad, [slice(0, 128), slice(128, 256)])
         for key in whole:
             difference = (whole[key].double() - halves[key].double()).abs().max().item()
             if not difference <= 1e-9:  # NaN differs, too
@@ -532,20 +504,61 @@ def check_optimizer(name: str, optimizer: Optimizer) -> None:
                     "matrix; declare Optimizer(..., whole=True)"
                 )
 
-    narrow = {
-        state: before[state].to(dtype) for state, dtype in optimizer.dtypes(torch.float32).items()
-    }
+    check_rounding(name, optimizer, before, grad)
+
+
+def check_rounding(
+    name: str, optimizer: Optimizer, before: dict[str, Tensor], grad: Tensor
+) -> None:
+    """Raise ValueError if an optimizer does not set a bf16 weight to the master weight, rounded by
+    round_weight. before, grad: the states and the gradient, in float64.
+
+    All master weights are ties, because only ties show how an optimizer rounds. With lr = 0 they
+    stay ties after the update. It also runs with lr = 0.01."""
+    dtypes = optimizer.dtypes(torch.float32)
+    narrow = {state: before[state].to(dtype) for state, dtype in dtypes.items()}
     if narrow["master"].dtype == torch.float32:
         bits = narrow["master"].view(torch.int32)
-        bits.copy_(bits & -0x10000 | 0x8000)  # all elements are ties
+        bits.copy_(bits & -0x10000 | 0x8000)
     narrow["weight"] = round_weight(narrow["master"], torch.bfloat16)
     for lr in (0.0, 0.01):
-        after = tensors_after([everything], True, narrow, lr)
+        after = tensors_after(optimizer, narrow, grad, [slice(None)], lr)
         if not torch.equal(after["weight"], round_weight(after["master"], torch.bfloat16)):
             raise ValueError(
                 f"--optimizer {name}: the bf16 weight is not the master weight, rounded as the "
                 "host rounds it; write u.weight.copy_(round_weight(master, u.weight.dtype))"
             )
+
+
+def tensors_after(
+    optimizer: Optimizer,
+    before: dict[str, Tensor],
+    grad: Tensor,
+    ranges: list[slice],
+    lr: float = 0.01,
+) -> dict[str, Tensor]:
+    """Return weight and states after an update that runs range by range. before: weight and states.
+    If the gradient is not finite, neither is the norm that the update gets."""
+    after = {key: value.clone() for key, value in before.items()}
+    dtype = before["weight"].dtype
+    accum_dtype = accumulation_dtype(dtype)
+    scalars = make_scalars(torch.device("cpu"), accum_dtype)
+    norm = torch.tensor(2.0 if grad.isfinite().all() else math.inf, dtype=accum_dtype)
+    for _ in range(2):  # t = 2: the random states stand for those after an earlier update
+        set_scalars(scalars, lr, 1.0, norm, 0.0)
+    for elements in ranges:
+        optimizer.update(
+            Update(
+                name="example",
+                start=elements.start or 0,
+                weight=after["weight"][elements],
+                grad=grad.to(dtype)[elements],
+                states={state.name: after[state.name][elements] for state in optimizer.states},
+                weight_decay=0.1,
+                **scalars._asdict(),
+            )
+        )
+    return after
 
 
 # ---------------------------------------------------------------------------- schedules
