@@ -693,6 +693,7 @@ def make_tables(ranks: int, nodes: int, short_seq: int) -> dict[str, Table]:
                     "--products fp8 --moments bf16 --grad-sums dtype"),
                 Row("fsdp2 none",                   f"--sp {ranks} --strategy zero3"),
                 Row("fsdp2 half-selective",         f"--sp {ranks} --strategy zero3"),
+                Row("fsdp2 three-quarters-selective", f"--sp {ranks} --strategy zero3"),
                 Row("fsdp2 selective",              f"--sp {ranks} --strategy zero3"),
                 Row("fsdp2 selective host",         f"--sp {ranks} --strategy zero3"),
                 Row("fsdp2 full",                   f"--sp {ranks} --strategy zero3"),

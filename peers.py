@@ -209,15 +209,21 @@ def float8_linears(model: nn.Module, emulate: bool = False) -> Iterator[None]:
         _inductor_patch._PATCHED = False  # so that torchao changes them again for the next row
 
 
-# word of a label -> n: one layer in n is not recomputed (0: all layers are)
+# word of a label -> n: one layer in n is kept, and the others are recomputed (0: all are)
 TRANSFORMERS_RECOMPUTED = {"half": 2, "three-quarters": 4, "full": 0}
 
 
+def is_recomputed(layer: int, kept: int) -> bool:
+    """Return whether backward recomputes this layer, if one layer in `kept` is not recomputed
+    (1: no layer is recomputed, 0: every layer is)."""
+    return kept == 0 or layer % kept > 0
+
+
 def recompute_layers(model: nn.Module, kept: int) -> None:
-    """Recompute the layers of transformers' model in backward, except one in `kept` (0: none)."""
+    """Recompute the layers of transformers' model in backward, except one in `kept`."""
     model.gradient_checkpointing_enable()
     for i, layer in enumerate(model.model.layers):
-        layer.gradient_checkpointing = kept == 0 or i % kept > 0
+        layer.gradient_checkpointing = is_recomputed(i, kept)
 
 
 def by_layer_loss(model: nn.Module, liger_loss: bool) -> Callable:
@@ -364,13 +370,14 @@ attention_operator.register_autograd(attention_backward, setup_context=save_atte
 KEEP_ATTENTION = functools.partial(
     create_selective_checkpoint_contexts, [torch.ops.bench.attention.default]
 )
-# First option of a row -> flags of checkpoint(), and n: one layer in n is recomputed (0: none).
+# First option of a row -> flags of checkpoint(), and n: one layer in n is kept (is_recomputed).
 # selective: a recomputed layer does not run attention again
 RECOMPUTED = {
-    "none": ({}, 0),
+    "none": ({}, 1),
     "half-selective": ({"context_fn": KEEP_ATTENTION}, 2),
-    "selective": ({"context_fn": KEEP_ATTENTION}, 1),
-    "full": ({}, 1),
+    "three-quarters-selective": ({"context_fn": KEEP_ATTENTION}, 4),
+    "selective": ({"context_fn": KEEP_ATTENTION}, 0),
+    "full": ({}, 0),
 }
 
 
@@ -386,10 +393,10 @@ class Fsdp2Model(LLaMA):
     recomputed in backward."""
 
     def __init__(self, cfg: ModelConfig, attention: Attention, recomputed: str):
-        checkpoint_flags, every = RECOMPUTED[recomputed]
+        checkpoint_flags, kept = RECOMPUTED[recomputed]
         super().__init__(cfg, AttentionOperator(attention) if checkpoint_flags else attention)
         self.checkpoint_flags = checkpoint_flags
-        self.every = every
+        self.kept = kept
         self.blocks = nn.ModuleList(WholeBlock(cfg) for _ in self.blocks)
         self.layer_runner = Fsdp2Model.start_layers
 
@@ -398,11 +405,11 @@ class Fsdp2Model(LLaMA):
 
         def run_layer(i, x):
             block = self.blocks[i]
-            if self.every == 0 or i % self.every:
-                return block(x, positions, attention)
-            return checkpoint(
-                block, x, positions, attention, use_reentrant=False, **self.checkpoint_flags
-            )
+            if is_recomputed(i, self.kept):
+                return checkpoint(
+                    block, x, positions, attention, use_reentrant=False, **self.checkpoint_flags
+                )
+            return block(x, positions, attention)
 
         return run_layer
 

@@ -162,6 +162,7 @@ PEERS = {"fsdp2": "FSDP2", "deepspeed": "DeepSpeed", "transformers": "transforme
 PEER_WORDS = {  # word of a peer's label -> what it says
     "none": "recomputes nothing",
     "half-selective": "recomputes all but attention in every second layer",
+    "three-quarters-selective": "recomputes all but attention in three of four layers",
     "selective": "recomputes all but attention",
     "half": "recomputes every second layer",
     "three-quarters": "recomputes three of four layers",

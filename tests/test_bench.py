@@ -168,7 +168,7 @@ def fsdp2_worker() -> None:
     table = bench.Bench(torch.device("cpu"), dist.get_rank(), 2, True, Path(), {})
     for recomputed, flags in (
         ("none", "--strategy zero3 --batch 2"),
-        ("half-selective", "--strategy zero2 --batch 4"),
+        ("three-quarters-selective", "--strategy zero2 --batch 4"),
         ("selective host", "--strategy zero3 --sp 2 --batch 2"),
         ("full", "--strategy zero3 --sp 2 --batch 1"),
     ):
@@ -296,7 +296,7 @@ def test_bench_gives_liger_what_its_loss_takes(group, monkeypatch):
 
 @parametrize("word, recomputed", [("half", 2), ("three-quarters", 3), ("full", 4)])
 def test_bench_recomputes_as_many_layers_as_a_label_says(word, recomputed):
-    """Of four layers of transformers, half recompute two, three-quarters three, and full four.
+    """Of four layers of a peer, half recompute two, three-quarters three, and full four.
 
     Catches a peer that recomputes more than its label says.
     """
@@ -306,6 +306,9 @@ def test_bench_recomputes_as_many_layers_as_a_label_says(word, recomputed):
     )
     peers.recompute_layers(model, peers.TRANSFORMERS_RECOMPUTED[word])
     assert sum(layer.gradient_checkpointing for layer in layers) == recomputed
+    label = {"half": "half-selective", "three-quarters": "three-quarters-selective"}.get(word, word)
+    _, kept = peers.RECOMPUTED[label]
+    assert sum(peers.is_recomputed(i, kept) for i in range(4)) == recomputed
 
 
 def test_bench_float8_peer_takes_nearly_the_same_steps(group, tmp_path, monkeypatch):
