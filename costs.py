@@ -614,8 +614,9 @@ def resident_bytes(plan: ActivationPlan, layer: LayerBytes) -> float:
 
     The two rounding buffers are there all the time. The rest is the larger one of forward's and
     backward's needs. While swapped layers run forward, the GPU holds x and o of the two layers
-    whose copies to the host may still run. In backward, the GPU holds the resident layers'
-    activations and what it recomputes for a group of m layers (group_bytes).
+    whose copies to the host may still run. (With a lag of more than two layers it holds more, but
+    most_lag sees to it that this is not more than backward needs.) In backward, the GPU holds the
+    resident layers' activations and what it recomputes for a group of m layers (group_bytes).
 
     Which group needs the most bytes? It is one of four. Go through the groups from the first to the
     last. The number of resident layers up to a group only grows. A group recomputes m - 1 inputs,
@@ -667,6 +668,28 @@ def group_bytes(plan: ActivationPlan, layer: LayerBytes, group) -> float:
     # chunk is kept
     kept = np.where(end == n, plan.kept_chunks * others / plan.chunks, 0.0)
     return inputs * x + outputs * attn + kept
+
+
+def most_lag(plan: ActivationPlan, layer: LayerBytes):
+    """Return the largest lag d (offload.py) that takes no memory, and at least 2.
+
+    layer: from skeletal_bytes. In forward the GPU holds the activations of d swapped layers: of the
+    d - 1 whose copies may still run, and of the one that runs. When resident layers run, each adds
+    its activations, and a swapped layer is freed. So the GPU holds no more than at the end of
+    forward if
+
+        d (x + attn + chunks of a swapped layer) <= k (x + attn) + kept chunks     and     d <= k
+
+    The plan's own lag is not read.
+    """
+    x, attn, others = layer
+    chunk = others / plan.chunks
+    per_swapped_layer = ceil_div(plan.swapped_chunks, np.maximum(1, plan.swapped_layers))
+    at_the_end = plan.resident * (x + attn) + plan.kept_chunks * chunk
+    lag = np.floor(at_the_end / (x + attn + per_swapped_layer * chunk) + 1e-9)
+    # if layers drop x, or resident layers drop o, the end of forward holds less than this
+    holds_all = (plan.stride == 1) & (plan.layers_recomputing_attention <= plan.swapped_layers)
+    return np.where(holds_all, np.clip(lag, 2, np.maximum(2, plan.resident)), 2)
 
 
 def host_bytes(plan: ActivationPlan, layer: LayerBytes) -> float:
@@ -1825,11 +1848,8 @@ def lost_seconds(
     plan: ActivationPlan, layer: LayerBytes, s: LayerSeconds, bandwidth: float, busy: float
 ) -> tuple[float, float]:
     """Return (recomputation, waits), the seconds that a micro-batch loses because of its activation
-    plan, over all layers of a virtual stage. Backward recomputes; forward waits for copies to the
-    host.
-
-    bandwidth: bytes per second to the host. busy: seconds of a layer's forward in which optimizer
-    states occupy the link to the host.
+    plan, over all layers of a virtual stage. Backward recomputes; both passes wait for copies
+    (copy_waits, which explains bandwidth and busy).
     """
     n, m = plan.layers, plan.stride
     saved_layers = (plan.kept_chunks + plan.swapped_chunks) / plan.chunks
@@ -1846,9 +1866,57 @@ def lost_seconds(
         + attention_inputs * pre
         + dropped_outputs * s.attention
     )
-    hidden = plan.swapped_layers * max(0.0, s.forward - busy)
-    waits = np.maximum(0.0, host_bytes(plan, layer) / bandwidth - hidden)
-    return recomputation, waits
+    return recomputation, copy_waits(plan, layer, s, bandwidth, busy)
+
+
+def copy_waits(
+    plan: ActivationPlan, layer: LayerBytes, s: LayerSeconds, bandwidth: float, busy: float
+) -> float:
+    """Return the seconds that a micro-batch's layers wait for copies to and from the host.
+
+    bandwidth: bytes per second to the host, and from it. busy: seconds of a layer's forward in
+    which optimizer states occupy the link to the host.
+
+    Layer i begins when the copies of layer i - d are done (offload.py; d is plan.lag). Copies run
+    one after the other, each after its layer. So the copies of L layers in a row have time until
+    the forward of L + d - 2 layers is over. They are not hidden if they take longer, which may
+    happen in two ways:
+
+        one_by_one    with L = 1, each layer that swaps more chunks than others. Example: d = 2, a
+                      forward takes 50 ms, and the copies of every second layer 80 ms, those of the
+                      others nothing. Then half of the layers wait for 30 ms, although the mean of
+                      all copies is 40 ms
+        together      all copies are too slow, L = n - k. The sum of L layers may be larger than L
+                      times the mean by one chunk, unless all layers swap equally many
+
+    In backward, each prefetch is hidden by the backward of one layer. If the result is 0, no layer
+    waits. If layers swap equally many chunks, it is exact. Otherwise it is an estimate, also for
+    layers that drop x or o, whose copies are taken as equally long.
+    """
+    x, attn, others = layer
+    swapped = np.maximum(1, plan.swapped_layers)
+    chunk = others / plan.chunks
+    total = host_bytes(plan, layer)
+    mean = total / swapped
+
+    # layers have two sizes, because chunks are spread as evenly as whole chunks allow
+    uneven = plan.swapped_chunks % swapped
+    larger = np.where(uneven > 0, mean + (1 - uneven / swapped) * chunk, mean)
+
+    def one_by_one(hidden: float) -> float:
+        """Return how much longer copies take than this, each by itself, over all layers."""
+        smaller = np.where(uneven > 0, larger - chunk, larger)
+        more = np.maximum(0.0, larger / bandwidth - hidden)
+        less = np.maximum(0.0, smaller / bandwidth - hidden)
+        number = np.where(uneven > 0, uneven, swapped)
+        return number * more + (swapped - number) * less
+
+    forward = max(0.0, s.forward - busy)
+    waits = one_by_one((plan.lag - 1) * forward)
+    for layers in (1, swapped):
+        copies = layers * mean + np.where(uneven > 0, chunk, 0.0)
+        waits = np.maximum(waits, copies / bandwidth - (layers + plan.lag - 2) * forward)
+    return np.where(plan.swapped_layers > 0, waits + one_by_one(s.backward), 0.0)
 
 
 def launch_seconds(est: Estimator, plan: Plan) -> tuple[float, float]:

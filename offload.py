@@ -42,12 +42,17 @@ If even x and o of all layers do not fit on the GPU and the host, some are dropp
 
 Copies to and from the host run on two streams of their own. What is copied to the host stays
 referenced on the GPU until compute has waited for the copy, so its memory is not reused too early.
-That is when layer i + 2 begins, so the last two layers are always resident.
+That is when layer i + d begins, so in forward the GPU also holds up to d layers that are on their
+way to the host. If these need no more memory than the resident layers will need at the end of
+forward, they cost nothing. So the planner chooses d, the *lag*, as large as that (costs.most_lag).
+A larger lag hides more copies, because they may be late: those of the last swapped layers run
+during the forward of the first resident layers. The least d is 2. (Memo has two buffers in forward,
+which is d = 2.) There must be d resident layers, so that all copies are done when forward ends.
 
 Backward reads what was swapped from two *rounding buffers* on the GPU, each with room for one group
 of layers. Group g uses buffer g mod 2. (Memo uses these buffers in forward, too. Here forward
-allocates tensors as usual, and frees them when they are on the host.) With m = 1, where a group is
-one layer:
+allocates tensors as usual, and frees them when they are on the host.) With d = 2, and m = 1, where
+a group is one layer:
 
     forward   compute   | layer i       | layer i+1     | layer i+2       frees layer i first
               offload   |               | i -> host     | i+1 -> host
@@ -55,8 +60,8 @@ one layer:
               prefetch  | i+1 -> buffer | i -> buffer   | i-1 -> buffer   the one that i+1 used
 
     copy        launched by                  hidden by                 compute waits in
-    offload     `offload`, at the end of     the forward of            `free_offloaded`, before the
-    of layer i  layer i's forward            layer i + 1               forward of layer i + 2
+    offload     `offload`, at the end of     the forward of layers     `free_offloaded`, before the
+    of layer i  layer i's forward            i + 1 to i + d - 1        forward of layer i + d
     prefetch    `load_group` of group g + 1  the backward of group     `load_group` of group g,
     of group g  (the last two groups: when   g + 1, or of the          before its backward
                 backward begins)             resident layers
@@ -71,8 +76,8 @@ Left out: swapping to disk, and layers of different shapes.
 
 Legend: B sequences, T tokens of one sequence on a rank, N = B*T; C width, H query heads, K
 key/value heads, D head width; n layers that backward reaches, k resident layers, m layers per
-group, X layers that drop o; i one of the n layers, from 0, j a chunk of it, g a group. In a
-tensor's shape, n is the number of tokens of a chunk.
+group, X layers that drop o, d the lag; i one of the n layers, from 0, j a chunk of it, g a group.
+In a tensor's shape, n is the number of tokens of a chunk.
 dx is the gradient of the loss with respect to x. A chunk is *saved* if it is kept or swapped, and
 so not recomputed.
 """
@@ -125,6 +130,7 @@ class ActivationPlan:
     swapped_chunks: int = 0  # in all other layers together, spread evenly
     layers_recomputing_attention: int = 0  # X: the first X layers drop o and lse
     stride: int = 1  # m: layers 0, m, 2m, ... keep x. If m > 1, no chunk is kept or swapped
+    lag: int = 2  # d: layer i begins when what layer i - d has swapped is on the host
 
     @property
     def swapped_layers(self) -> int:
@@ -499,9 +505,10 @@ class ChunkedLayers:
             f"{self.tokens} tokens make {len(self.chunks)} chunks of {self.chunk_tokens}, but the "
             f"plan has {plan.chunks}: {plan}"
         )
-        assert plan.resident >= min(2, plan.layers), (
-            "the last two layers must be resident, because a swapped layer is freed when the "
-            f"second layer after it begins: {plan}"
+        assert plan.lag >= 2, f"a copy needs at least one layer's forward to hide in: {plan}"
+        assert plan.resident >= min(plan.lag, plan.layers), (
+            f"the last {plan.lag} layers must be resident, so that all copies are done when "
+            f"forward ends: {plan}"
         )
         assert plan.swapped_layers % plan.stride == 0, (
             f"the swapped layers must be whole groups of {plan.stride}: {plan}"
@@ -637,7 +644,7 @@ class ChunkedLayers:
     def forward(self, micro_batch: MicroBatch, i: int, x: Tensor) -> Tensor:
         """Run layer i, and save what its backward needs: x (B, T, C) -> y (B, T, C)."""
         plan = self.plan
-        self.free_offloaded(micro_batch, i - 2)
+        self.free_offloaded(micro_batch, i - plan.lag)
         drops_x = i % plan.stride != 0
         if drops_x and storage_id(x) != micro_batch.last_output:
             layer = self.first + i
@@ -842,7 +849,7 @@ class ChunkedLayers:
         saved.on_host = carve(host_buffer, saved.tensors)
         # the host buffer may be overwritten: compute has waited for the prefetch that read it last
         # (load_group), and this stream waits for compute
-        with self.offload_stream.after_compute():  # hidden by layer i + 1
+        with self.offload_stream.after_compute():  # hidden by layers i + 1 to i + d - 1
             for name, place in saved.on_host.items():
                 place.copy_(saved.tensors[name], non_blocking=True)
         saved.offload_done = self.offload_stream.record_event()
@@ -851,7 +858,7 @@ class ChunkedLayers:
         """Free the GPU memory of layer i's saved tensors, if the layer is swapped."""
         if i in micro_batch.saved and i < self.plan.swapped_layers:
             saved = micro_batch.saved[i]
-            wait(saved.offload_done)  # for the copy to the host, hidden by layer i + 1's forward
+            wait(saved.offload_done)  # for the copy to the host, hidden by d - 1 layers' forward
             self.offload_stream.done_reading(*saved.tensors.values())
             saved.tensors = saved.on_host
 

@@ -82,10 +82,12 @@ from costs import (
     Estimator,
     Plan,
     ceil_div,
+    copy_waits,
     host_bytes,
     layer_seconds,
     lost_seconds,
     memory_of_states,
+    most_lag,
     nearest_kernel,
     resident_bytes,
     skeletal_bytes,
@@ -494,9 +496,11 @@ def plan_activations(
                     (n - 2) * (S_input + S_attn + alpha * S_others)   <= M_CPU
 
     Here k, the number of resident layers, is a choice, too, and GPU memory is a third constraint.
-    If x and o do not fit, layers drop them: only one layer in m keeps x, and X layers drop o. For
-    each candidate (k, m, X), the plan swaps as many chunks as all three constraints allow. Then the
-    resident layers keep as many chunks as have room. The candidate that loses the least time wins.
+    Copies may also be late by more than one layer, if that takes no memory (costs.most_lag), so the
+    first constraint becomes: no layer waits for copies (costs.copy_waits). If x and o do not fit,
+    layers drop them: only one layer in m keeps x, and X layers drop o. For each candidate
+    (k, m, X), the plan swaps as many chunks as all three constraints allow. Then the resident
+    layers keep as many chunks as have room. The candidate that loses the least time wins.
 
     Example: 4 layers of 4 chunks. x and o take 1 GiB each, a chunk of S_others 2 GiB. A layer's
     forward takes 1 s, its recomputation 0.3 s. The link to the host carries 5 GiB/s. The GPU has
@@ -505,12 +509,13 @@ def plan_activations(
         GPU          x and o of 2 resident layers and of 2 rounding buffers take 8 GiB, so 16 GiB
                      are left. 2 chunks per swapped layer fit the buffers: 4 chunks
         host         x and o take 4 GiB, the other 8 GiB hold 4 chunks
-        bandwidth    2 s of forward hide 10 GiB: x, o and 3 chunks
-        swap         min(4, 4, 3) = 3 chunks, alpha = 3/8
-        keep         16 GiB hold 8 chunks, less 2 buffers of 2 chunks: 4 chunks
-        lost         16 - 3 - 4 = 9 chunks are recomputed: 9/4 * 0.3 s = 0.675 s
+        bandwidth    1 s of a layer's forward hides 5 GiB: x, o and 1 chunk, so 2 of two layers
+        swap         min(4, 4, 2) = 2 chunks, alpha = 1/4
+        keep         16 GiB hold 8 chunks, less 2 buffers of 1 chunk: 6 chunks
+        lost         16 - 2 - 6 = 8 chunks are recomputed: 8/4 * 0.3 s = 0.6 s
 
-    k = 4 needs no rounding buffer, keeps 8 chunks and loses 0.6 s, so k = 4 wins.
+    k = 4 needs no rounding buffer, keeps 8 chunks and loses 0.6 s, too, and swaps nothing, so k = 4
+    wins.
     """
     x_bytes, attn_bytes, others_bytes = layer
     chunk_bytes = others_bytes / chunks  # S_others of one chunk
@@ -546,16 +551,31 @@ def plan_activations(
     fit_host = whole_chunks((host - copied) / chunk_bytes)
     fit_memory = np.minimum(fit_host, fit_gpu)
 
-    # ---- bandwidth: how many chunks does the forward of the swapped layers hide?
-    #     (copied + chunk_bytes * swapped) / bandwidth <= swapped_layers * (T_layer - busy)
-    hidden_bytes = bandwidth * swapped_layers * max(0.0, s.forward - busy)
-    hidden = whole_chunks((hidden_bytes - copied) / chunk_bytes)
+    def with_chunks(swapped):
+        """Return the candidates with so many swapped chunks. The resident layers keep as many
+        chunks as have room beside the rounding buffers, and the lag is as large as it may be:
+        kept = room / chunk_bytes - 2 * (chunks of a swapped layer, rounded up)."""
+        per_swapped_layer = np.ceil(swapped / np.maximum(1, swapped_layers))
+        kept = whole_chunks(room / chunk_bytes) - 2 * per_swapped_layer
+        kept = np.clip(kept, 0, np.where((room >= 0) & saves_chunks, chunks * k, 0))
+        plans = ActivationPlan(n, chunks, k, kept, swapped, dropped_outputs, stride)
+        return replace(plans, lag=most_lag(plans, layer))
 
-    # ---- swap as many chunks as the three constraints allow, or as alpha asks for
-    swapped = np.clip(hidden, 0, np.maximum(0, fit_memory))
+    def waits(swapped):
+        return copy_waits(with_chunks(swapped), layer, s, bandwidth, busy)
+
+    # ---- bandwidth: swap as many chunks as fit memory and as let no layer wait for their copies,
+    # or as alpha asks for. More chunks never shorten the waits, so the number is found by bisection
+    swapped = np.zeros_like(room)
     if alpha is not None:
         at_least = 1 if alpha > 0 else 0
         swapped = np.maximum(at_least, np.rint(alpha * chunks * swapped_layers))
+    elif (most := np.maximum(0, fit_memory)).any():
+        least_waits = waits(swapped) + 1e-12
+        while (swapped < most).any():
+            more = np.ceil((swapped + most) / 2)
+            hidden = waits(more) <= least_waits
+            swapped, most = np.where(hidden, more, swapped), np.where(hidden, most, more - 1)
     feasible = (room >= 0) & (swapped <= fit_memory)
     if alpha is not None and feasible.any():
         # whole chunks miss alpha by a little: take candidates that miss it by 0.02 at most, or by
@@ -563,21 +583,15 @@ def plan_activations(
         missed = np.abs(swapped / (chunks * np.maximum(1, swapped_layers)) - alpha)
         feasible &= missed <= max(0.02, missed[feasible].min())
 
-    # ---- the resident layers keep as many chunks as have room beside the rounding buffers
-    #     kept = room / chunk_bytes - 2 * (chunks of a swapped layer, rounded up)
-    per_swapped_layer = np.ceil(swapped / np.maximum(1, swapped_layers))
-    kept = whole_chunks(room / chunk_bytes) - 2 * per_swapped_layer
-    kept = np.clip(kept, 0, np.where(feasible & saves_chunks, chunks * k, 0))
-
     # ---- the candidate that loses the least time
-    plans = ActivationPlan(n, chunks, k, kept, swapped, dropped_outputs, stride)
+    plans = with_chunks(swapped)
     recomputed_s, waited_s = lost_seconds(plans, layer, s, bandwidth, busy)
     lost = np.where(feasible, recomputed_s + waited_s, np.inf)
     best = np.argmin(lost)  # on a tie the first: the smallest m, then the fewest swapped layers
     if lost[best] == np.inf:  # nothing fits: what fits the host comes first, then the least bytes
         best, *_ = np.lexsort((needed, copied > max(0.0, host)))
-    chosen = (int(each[best]) for each in (k, kept, swapped, dropped_outputs, stride))
-    return ActivationPlan(n, chunks, *chosen), float(lost[best])
+    chosen = (k, plans.kept_chunks, swapped, dropped_outputs, stride, plans.lag)
+    return ActivationPlan(n, chunks, *(int(each[best]) for each in chosen)), float(lost[best])
 
 
 # ---------------------------------------------------------------------------- legal choices

@@ -681,6 +681,7 @@ def activations_of(keep: str, layers: int, chunks: int) -> offload.ActivationPla
         round(swapped * (layers - resident) * chunks),
         min(dropping_o, layers),
         stride,
+        lag=max(2, resident),
     )
 
 

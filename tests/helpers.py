@@ -204,9 +204,10 @@ def swapping_plan(model, ranks, seq, factors, kept, **choices) -> costs.Plan:
     """Return a plan in bf16 whose layers run in token chunks.
 
     All ranks share one sequence, if `sp` is not among the choices. kept: the arguments of
-    offload.ActivationPlan; if empty, layers run whole.
+    offload.ActivationPlan but the lag, which is the largest that takes no memory. If it is empty,
+    layers run whole.
     """
-    return costs.Plan(
+    plan = costs.Plan(
         model,
         torch.bfloat16,
         ranks,
@@ -218,6 +219,10 @@ def swapping_plan(model, ranks, seq, factors, kept, **choices) -> costs.Plan:
         activations=offload.ActivationPlan(*kept) if kept else None,
         **choices,
     )
+    if not kept:
+        return plan
+    lag = int(costs.most_lag(plan.activations, costs.skeletal_bytes(plan)))
+    return replace(plan, activations=replace(plan.activations, lag=lag))
 
 
 def planned_run(plan: costs.Plan) -> train.Run:
