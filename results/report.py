@@ -605,7 +605,8 @@ def precisions(model: str = "") -> str:
     float32 or in bf16. Its rows are the settings that ran with float8, or that another project has
     published, of one model or of all. Raises ValueError if there are none.
 
-    Rows that may be too short are left out. A * marks the others of the rough clock."""
+    Rows that may be too short are left out. A * marks the others of the rough clock. The gain of
+    float8 is that of two rows of one commit."""
     settings = {}
     for row in newest(read_rows("long")):
         if is_older(row) or not row.get("step_s") or (model and row["model"] != model):
@@ -625,7 +626,7 @@ def precisions(model: str = "") -> str:
         gains = [
             found[fp8]["tgs"] / found[bf16]["tgs"]
             for bf16, fp8 in (("bf16", "fp8"), ("bf16 states", "fp8, bf16 states"))
-            if bf16 in found and fp8 in found
+            if bf16 in found and fp8 in found and found[bf16]["commit"] == found[fp8]["commit"]
         ]
         lines.append(
             {"hardware": hardware_of(row), "model": row["model"], "tokens": step_text(row)}
