@@ -188,10 +188,14 @@ def test_planner_says_whose_seconds_it_uses():
 def test_ties_spare_host_memory():
     """Of plans that tie in time, one without host memory is chosen, although more ranks share a
     sequence. Catches a plan that fills the host for less than a tie's difference."""
-    flags = "--model 7b --ranks 8 --seq 128K --os-place gpu --cluster a800 --json --top 2"
+    flags = (
+        "--model llama3-8b --ranks 8 --seq 32K --os-place gpu --cluster a800 --gpu-memory 100G "
+        "--json --top 2"
+    )
     first, second = json.loads(ask(flags))["plans"]
     assert first["host_gib"] == 0 and second["host_gib"] > 100 and first["sp"] > second["sp"]
-    assert abs(first["step_s"] / first["batch"] / (second["step_s"] / second["batch"]) - 1) < 0.003
+    slower = first["step_s"] / first["batch"] / (second["step_s"] / second["batch"])
+    assert 1 < slower < 1.003
 
 
 def test_sizes_are_said_in_a_unit_that_shows_them():
@@ -629,7 +633,7 @@ def test_planner_prints_plans():
         "--chunk 16K --alpha 0.5 --resident-layers 3 --host-memory 3072G"
     )
     text = ask(f"--model 7b --ranks 8 --cluster h200x8 {asked}")
-    assert re.search(r"what binds .*: FLOP/s 9", text)
+    assert re.search(r"what binds .*: FLOP/s 8", text)
     command = re.search("--model 7b .*", text)[0]
     for part in "--dtype fp32", "--alpha 0.5", "--resident-layers 3", "--host-memory 3072G":
         assert part in command
