@@ -38,6 +38,7 @@ micro-batches, B sequences per micro-batch, T tokens per sequence, of which a ra
 """
 
 import argparse
+import collections
 import contextlib
 import functools
 import gc
@@ -51,7 +52,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from importlib import metadata
 from pathlib import Path
@@ -591,34 +592,97 @@ def plan_rows(bench: Bench, flags: str) -> list[Row]:
     return rows
 
 
-def covered_ms(spans: list[tuple[float, float]]) -> float:
-    """Return the milliseconds that spans (begin, end) in microseconds cover together."""
+def covered_ms(spans: list[tuple]) -> float:
+    """Return the milliseconds that spans (begin, end, ...) in microseconds cover together."""
     total = 0.0
     covered = -math.inf
-    for begin, end in sorted(spans):
+    for begin, end, *_ in sorted(spans):
         total += max(0.0, end - max(begin, covered))
         covered = max(covered, end)
     return total / 1e3
+
+
+# A part of the name of what ran on a GPU -> its kind. All else is computation if it ran on the
+# stream that computed the longest, and otherwise "beside".
+KINDS = {
+    "nccl": "communication",
+    "Memcpy PtoP": "exchange",  # attention's all-to-alls, by copy engines (attention.Exchange)
+    "barrier": "exchange",  # a kernel that waits for the other ranks, before and after these
+    "Memcpy DtoH": "to the host",
+    "Memcpy HtoD": "from the host",
+    "Memset": "memset",
+}
+
+
+def kind_of(name: str) -> str:
+    """Return the kind of a kernel or copy, given the name that PyTorch's profiler has for it."""
+    kinds = (kind for part, kind in KINDS.items() if part.lower() in name.lower())
+    return next(kinds, "computation")
+
+
+def by_kind(events: Iterable) -> dict[str, list]:
+    """Return (begin, end, name) of a profile's events on this GPU, sorted, by their kind."""
+    spans = {kind: [] for kind in ("computation", *KINDS.values(), "beside")}
+    by_stream = collections.defaultdict(list)  # computation
+    for e in events:
+        if e.device_type == torch.autograd.DeviceType.CUDA:
+            kind = kind_of(e.name)
+            found = by_stream[e.device_resource_id] if kind == "computation" else spans[kind]
+            found.append((e.time_range.start, e.time_range.end, e.name))
+    for found in sorted(by_stream.values(), key=covered_ms, reverse=True):
+        spans["beside" if spans["computation"] else "computation"] += found
+    return {kind: sorted(found) for kind, found in spans.items()}
+
+
+def profile_steps(step: Callable, steps: int) -> tuple[torch.profiler.profile, dict[str, list]]:
+    """Profile so many steps. Return the profile, and by kind the (begin, end, name) of all that ran
+    on this GPU, in the order in which it began, in microseconds."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        for _ in range(steps):
+            step()
+        torch.cuda.synchronize()
+    return profile, by_kind(profile.events())
 
 
 def profiled(bench: Bench, step: Step) -> dict:
     """Profile two steps, and return the milliseconds per step in which communication ran, and in
     which it was exposed: no computation ran at the same time. A row that shards parameters also
     writes its profile as trace.json.gz, for chrome://tracing."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        step()
-        step()  # its forward hides the broadcast of the parameters that the first step updated
-        torch.cuda.synchronize()
-    communication = []
-    computation = []
-    for e in profile.events():
-        if e.device_type == torch.autograd.DeviceType.CUDA and "Memset" not in e.name:
-            kind = communication if "nccl" in e.name.lower() else computation
-            kind.append((e.time_range.start, e.time_range.end))
+    # the second step's forward hides the broadcast of the parameters that the first one updated
+    profile, spans = profile_steps(step, 2)
     if step.run.plan.factors.p > 1 and bench.rank == 0:
         profile.export_chrome_trace(str(bench.file.with_name("trace.json.gz")))
+    communication, computation = spans["communication"], spans["computation"]
     exposed = covered_ms(communication + computation) - covered_ms(computation)
     return {"communication_ms": covered_ms(communication) / 2, "exposed_ms": exposed / 2}
+
+
+def waits_of(spans: dict[str, list]) -> dict:
+    """Return how long the compute stream had nothing to do between a profile's first and last
+    computation, and how long each kind of copy ran, in milliseconds. "waits" has the five pairs of
+    kernels between which it waited the longest, all gaps of a pair together."""
+    computation = spans["computation"]
+    waits = collections.Counter()
+    _, covered, before = computation[0]
+    for begin, end, name in computation:
+        if begin > covered:
+            waits[before, name] += (begin - covered) / 1e3
+        if end > covered:
+            covered, before = end, name
+    return {
+        "idle_ms": sum(waits.values()),
+        "communication_ms": covered_ms(spans["communication"]),
+        "exchange_ms": covered_ms(spans["exchange"]),
+        "to_host_ms": covered_ms(spans["to the host"]),
+        "from_host_ms": covered_ms(spans["from the host"]),
+        "waits": [[ms, *names] for names, ms in waits.most_common(5)],
+    }
+
+
+def profiled_waits(bench: Bench, step: Step) -> dict:
+    """Profile a step, and return waits_of it."""
+    _, spans = profile_steps(step, 1)
+    return waits_of(spans)
 
 
 def planned_memory(bench: Bench, step: Step) -> dict:
@@ -818,6 +882,17 @@ def make_tables(ranks: int, nodes: int, short_seq: int) -> dict[str, Table]:
             look=profiled,
             min_ranks=2,
         ),
+        "idle": Table(
+            "for how long our step does not compute, and what it waits for, by a profiler",
+            [
+                Row("ours"),
+                Row("ours, swaps only x and o",     "--alpha 0"),
+            ],
+            flags="--batch 1",
+            variants=seqs,
+            takes="rows model seq batch",
+            look=profiled_waits,
+        ),
         "offload": Table(
             "optimizer states on the GPU and on the host",
             [
@@ -869,6 +944,10 @@ COLUMNS = {
     "host GiB":         ("host_gib",                ".1f"),
     "communication ms": ("communication_ms",        ".1f"),
     "of it exposed":    ("exposed_ms",              ".1f"),
+    "idle ms":          ("idle_ms",                 ".1f"),
+    "exchange ms":      ("exchange_ms",             ".1f"),
+    "to host ms":       ("to_host_ms",              ".1f"),
+    "from host ms":     ("from_host_ms",            ".1f"),
     "requests":         ("requests",                ","),
     "reserved GiB":     ("reserved_gib",            ".2f"),
     "planned GiB":      ("planned_peak_gib",        ".2f"),
@@ -1034,8 +1113,8 @@ def check(args: argparse.Namespace, table: Table) -> None:
                 f"{planner.flag_name(flag)}: table {name} takes only "
                 f"{', '.join(map(planner.flag_name, takes))}, and --profile takes none of them"
             )
-    if name == "trace" and not torch.cuda.is_available():
-        raise ValueError("table trace measures GPUs, and there are none here")
+    if name in ("trace", "idle") and not torch.cuda.is_available():
+        raise ValueError(f"table {name} measures GPUs, and there are none here")
     if world < table.min_ranks:
         raise ValueError(
             f"table {name} needs {table.min_ranks} ranks or more: torchrun "

@@ -294,6 +294,45 @@ def test_bench_gives_liger_what_its_loss_takes(group, monkeypatch):
     assert losses[1] == approx(losses[0], rel=1e-3) and losses[0][2] < losses[0][0]
 
 
+def test_bench_counts_what_computation_waits_for():
+    """Of a profile, the compute stream's gaps count as idle, whatever runs on other streams.
+
+    Catches an all-to-all, a copy or a barrier that counts as computation and hides a wait.
+    """
+
+    def event(begin: int, end: int, name: str, stream: int, device="CUDA") -> SimpleNamespace:
+        return SimpleNamespace(
+            device_type=getattr(torch.autograd.DeviceType, device),
+            device_resource_id=stream,
+            name=name,
+            time_range=SimpleNamespace(start=1000 * begin, end=1000 * end),
+        )
+
+    spans = bench.by_kind(
+        [
+            event(0, 90, "aten::mm", 1, device="CPU"),
+            event(0, 10, "gemm", 7),
+            event(8, 30, "Memcpy DtoH (Device -> Pinned)", 9),
+            event(10, 14, "barrier_kernel", 8),
+            event(12, 25, "Memcpy DtoD (Device -> Device)", 8),
+            event(25, 26, "Memcpy PtoP (Device -> Device)", 8),
+            event(20, 22, "norm", 7),
+            event(22, 40, "attention", 7),
+            event(24, 33, "ncclDevKernel_AllGather", 10),
+            event(43, 44, "gemm", 7),
+        ]
+    )
+    found = bench.waits_of(spans)
+    assert found.pop("waits") == [[10, "gemm", "norm"], [3, "attention", "gemm"]]
+    assert found == {
+        "idle_ms": 13,
+        "communication_ms": 9,
+        "exchange_ms": 5,
+        "to_host_ms": 22,
+        "from_host_ms": 0,
+    }
+
+
 @parametrize("word, recomputed", [("half", 2), ("three-quarters", 3), ("full", 4)])
 def test_bench_recomputes_as_many_layers_as_a_label_says(word, recomputed):
     """Of four layers of a peer, half recompute two, three-quarters three, and full four.
