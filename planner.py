@@ -470,6 +470,20 @@ def activation_candidates(n, resident, swaps):
     return [each[legal] for each in (stride, swapped_layers, dropped_outputs, saves_chunks)]
 
 
+def largest(holds, most):
+    """Return the largest whole numbers from 0 to `most` for which holds(numbers) is true.
+
+    most: an array. holds: a function of an array of numbers that returns an array of bools. It is
+    true for 0, and if it is false for a number, then for all larger ones, too.
+    """
+    found = np.zeros_like(most)
+    while (found < most).any():
+        middle = np.ceil((found + most) / 2)
+        good = holds(middle)
+        found, most = np.where(good, middle, found), np.where(good, most, middle - 1)
+    return found
+
+
 def plan_activations(
     n, layer, s, chunks, bandwidth, gpu, host, resident=None, alpha=None, busy=0.0
 ):
@@ -565,17 +579,13 @@ def plan_activations(
         return copy_waits(with_chunks(swapped), layer, s, bandwidth, busy)
 
     # ---- bandwidth: swap as many chunks as fit memory and as let no layer wait for their copies,
-    # or as alpha asks for. More chunks never shorten the waits, so the number is found by bisection
-    swapped = np.zeros_like(room)
-    if alpha is not None:
+    # or as alpha asks for
+    if alpha is None:
+        least_waits = waits(np.zeros_like(room)) + 1e-12
+        swapped = largest(lambda number: waits(number) <= least_waits, np.maximum(0, fit_memory))
+    else:
         at_least = 1 if alpha > 0 else 0
         swapped = np.maximum(at_least, np.rint(alpha * chunks * swapped_layers))
-    elif (most := np.maximum(0, fit_memory)).any():
-        least_waits = waits(swapped) + 1e-12
-        while (swapped < most).any():
-            more = np.ceil((swapped + most) / 2)
-            hidden = waits(more) <= least_waits
-            swapped, most = np.where(hidden, more, swapped), np.where(hidden, most, more - 1)
     feasible = (room >= 0) & (swapped <= fit_memory)
     if alpha is not None and feasible.any():
         # whole chunks miss alpha by a little: take candidates that miss it by 0.02 at most, or by
