@@ -602,8 +602,8 @@ def covered_ms(spans: list[tuple]) -> float:
     return total / 1e3
 
 
-# A part of the name of what ran on a GPU -> its kind. All else is computation if it ran on the
-# stream that computed the longest, and otherwise "beside".
+# Part of the name of a kernel or copy -> its kind. Everything else is "computation" on the stream
+# that computed longest, and "beside" on other streams.
 KINDS = {
     "nccl": "communication",
     "Memcpy PtoP": "exchange",  # attention's all-to-alls, by copy engines (attention.Exchange)
@@ -623,20 +623,20 @@ def kind_of(name: str) -> str:
 def by_kind(events: Iterable) -> dict[str, list]:
     """Return (begin, end, name) of a profile's events on this GPU, sorted, by their kind."""
     spans = {kind: [] for kind in ("computation", *KINDS.values(), "beside")}
-    by_stream = collections.defaultdict(list)  # computation
+    kernels = collections.defaultdict(list)  # by stream
     for e in events:
         if e.device_type == torch.autograd.DeviceType.CUDA:
             kind = kind_of(e.name)
-            found = by_stream[e.device_resource_id] if kind == "computation" else spans[kind]
-            found.append((e.time_range.start, e.time_range.end, e.name))
-    for found in sorted(by_stream.values(), key=covered_ms, reverse=True):
-        spans["beside" if spans["computation"] else "computation"] += found
-    return {kind: sorted(found) for kind, found in spans.items()}
+            of_kind = kernels[e.device_resource_id] if kind == "computation" else spans[kind]
+            of_kind.append((e.time_range.start, e.time_range.end, e.name))
+    for of_stream in sorted(kernels.values(), key=covered_ms, reverse=True):
+        spans["beside" if spans["computation"] else "computation"] += of_stream
+    return {kind: sorted(of_kind) for kind, of_kind in spans.items()}
 
 
 def profile_steps(step: Callable, steps: int) -> tuple[torch.profiler.profile, dict[str, list]]:
-    """Profile so many steps. Return the profile, and by kind the (begin, end, name) of all that ran
-    on this GPU, in the order in which it began, in microseconds."""
+    """Profile `steps` steps. Return the profile and, by kind, the (begin, end, name) of everything
+    that ran on this GPU, in microseconds, sorted by begin."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         for _ in range(steps):
             step()
@@ -645,22 +645,24 @@ def profile_steps(step: Callable, steps: int) -> tuple[torch.profiler.profile, d
 
 
 def profiled(bench: Bench, step: Step) -> dict:
-    """Profile two steps, and return the milliseconds per step in which communication ran, and in
-    which it was exposed: no computation ran at the same time. A row that shards parameters also
-    writes its profile as trace.json.gz, for chrome://tracing."""
+    """Profile two steps, and return the milliseconds per step in which communication (NCCL) ran,
+    and in which it was exposed: nothing else ran at the same time. A row that shards parameters
+    also writes its profile as trace.json.gz, for chrome://tracing."""
     # the second step's forward hides the broadcast of the parameters that the first one updated
     profile, spans = profile_steps(step, 2)
     if step.run.plan.factors.p > 1 and bench.rank == 0:
         profile.export_chrome_trace(str(bench.file.with_name("trace.json.gz")))
-    communication, computation = spans["communication"], spans["computation"]
-    exposed = covered_ms(communication + computation) - covered_ms(computation)
+    communication = spans.pop("communication")
+    del spans["memset"]
+    others = [span for kind in spans.values() for span in kind]
+    exposed = covered_ms(communication + others) - covered_ms(others)
     return {"communication_ms": covered_ms(communication) / 2, "exposed_ms": exposed / 2}
 
 
 def waits_of(spans: dict[str, list]) -> dict:
-    """Return how long the compute stream had nothing to do between a profile's first and last
-    computation, and how long each kind of copy ran, in milliseconds. "waits" has the five pairs of
-    kernels between which it waited the longest, all gaps of a pair together."""
+    """Return the milliseconds in which the compute stream was idle between its first and its last
+    kernel, and those in which each kind of copy ran. "waits" lists the five pairs of neighbouring
+    kernels with the longest idle time between them, summed over all gaps of a pair."""
     computation = spans["computation"]
     waits = collections.Counter()
     _, covered, before = computation[0]
@@ -680,7 +682,7 @@ def waits_of(spans: dict[str, list]) -> dict:
 
 
 def profiled_waits(bench: Bench, step: Step) -> dict:
-    """Profile a step, and return waits_of it."""
+    """Profile a step, and return what waits_of finds in it."""
     _, spans = profile_steps(step, 1)
     return waits_of(spans)
 
@@ -887,6 +889,7 @@ def make_tables(ranks: int, nodes: int, short_seq: int) -> dict[str, Table]:
             [
                 Row("ours"),
                 Row("ours, swaps only x and o",     "--alpha 0"),
+                Row("ours bf16 states",             "--moments bf16 --grad-sums dtype"),
             ],
             flags="--batch 1",
             variants=seqs,

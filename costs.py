@@ -613,10 +613,11 @@ def resident_bytes(plan: ActivationPlan, layer: LayerBytes) -> float:
     layer "drops" o if it runs attention again in backward instead of saving o.
 
     The two rounding buffers are there all the time. The rest is the larger one of forward's and
-    backward's needs. While swapped layers run forward, the GPU holds x and o of the two layers
-    whose copies to the host may still run. (With a lag of more than two layers it holds more, but
-    most_lag sees to it that this is not more than backward needs.) In backward, the GPU holds the
-    resident layers' activations and what it recomputes for a group of m layers (group_bytes).
+    backward's needs. While swapped layers run forward, the GPU holds the activations of two of
+    them: of the one that runs, and of the one before it, whose copies to the host may still run.
+    (With a lag of more than two it holds more, but not more than backward needs: most_lag.) In
+    backward, the GPU holds the resident layers' activations and what it recomputes for a group of
+    m layers (group_bytes).
 
     Which group needs the most bytes? It is one of four. Go through the groups from the first to the
     last. The number of resident layers up to a group only grows. A group recomputes m - 1 inputs,
@@ -634,7 +635,8 @@ def resident_bytes(plan: ActivationPlan, layer: LayerBytes) -> float:
     n, m = plan.layers, plan.stride
     swapped, dropping = plan.swapped_layers, plan.layers_recomputing_attention
 
-    most = np.where(swapped > 0, 2 * (x + attn), 0.0)
+    per_layer = ceil_div(plan.swapped_chunks, np.maximum(1, swapped)) * others / plan.chunks
+    most = np.where(swapped > 0, 2 * (x + attn + per_layer), 0.0)
     last_dropping = (dropping - 1) // m
     for group in ((n - 1) // m, n // m - 1, last_dropping, last_dropping - 1):
         most = np.maximum(most, group_bytes(plan, layer, np.maximum(0, group)))
@@ -642,8 +644,7 @@ def resident_bytes(plan: ActivationPlan, layer: LayerBytes) -> float:
     # a rounding buffer has room for the largest swapped group. That is the last one, because the
     # layers that drop o are the first ones
     groups, outputs = swapped_inputs_and_outputs(plan)
-    chunks = ceil_div(plan.swapped_chunks, np.maximum(1, swapped))  # of a layer
-    largest = x + np.minimum(m, outputs) * attn + chunks * others / plan.chunks
+    largest = x + np.minimum(m, outputs) * attn + per_layer
     return most + np.where(groups > 0, 2 * largest, 0.0)
 
 
@@ -671,7 +672,8 @@ def group_bytes(plan: ActivationPlan, layer: LayerBytes, group) -> float:
 
 
 def most_lag(plan: ActivationPlan, layer: LayerBytes):
-    """Return the largest lag d (offload.py) that takes no memory, and at least 2.
+    """Return the largest lag d (offload.py) that does not raise the peak of GPU memory. It is at
+    least 2.
 
     layer: from skeletal_bytes. In forward the GPU holds the activations of d swapped layers: of the
     d - 1 whose copies may still run, and of the one that runs. When resident layers run, each adds
@@ -1878,45 +1880,54 @@ def copy_waits(
     which optimizer states occupy the link to the host.
 
     Layer i begins when the copies of layer i - d are done (offload.py; d is plan.lag). Copies run
-    one after the other, each after its layer. So the copies of L layers in a row have time until
-    the forward of L + d - 2 layers is over. They are not hidden if they take longer, which may
-    happen in two ways:
+    one after the other, each after its layer. So the copies of L consecutive layers begin when the
+    first of these has run, and must be done when the d-th layer after the last one begins. In
+    between, L + d - 2 layers run. Two ways to count what is not hidden, of which the larger counts:
 
-        one_by_one    with L = 1, each layer that swaps more chunks than others. Example: d = 2, a
-                      forward takes 50 ms, and the copies of every second layer 80 ms, those of the
-                      others nothing. Then half of the layers wait for 30 ms, although the mean of
-                      all copies is 40 ms
-        together      all copies are too slow, L = n - k. The sum of L layers may be larger than L
-                      times the mean by one chunk, unless all layers swap equally many
+        in_a_row      for each L, the copies of the L consecutive layers that swap most, less the
+                      forward of L + d - 2 layers. The largest of these. If it is 0, no layer waits
+        one_by_one    L = 1, added up over all layers. Example: d = 2, a forward takes 50 ms, and
+                      the copies of every second layer 80 ms, those of the others nothing. Then half
+                      of the layers wait for 30 ms each, although the mean of all copies is 40 ms
 
-    In backward, each prefetch is hidden by the backward of one layer. If the result is 0, no layer
-    waits. If layers swap equally many chunks, it is exact. Otherwise it is an estimate, also for
-    layers that drop x or o, whose copies are taken as equally long.
+    In backward, each prefetch is hidden by the backward of one layer. The prefetches of the last
+    two swapped layers are hidden by that of the resident layers.
+
+    The sum is exact for forward if all layers swap equally much. Otherwise it is an estimate: where
+    several groups of layers wait, only the longest wait of `in_a_row` counts.
     """
     x, attn, others = layer
-    swapped = np.maximum(1, plan.swapped_layers)
     chunk = others / plan.chunks
-    total = host_bytes(plan, layer)
-    mean = total / swapped
+    inputs, outputs = swapped_inputs_and_outputs(plan)
+    swapped = np.maximum(1, plan.swapped_layers)
+    forward = max(0.0, s.forward - busy)
 
-    # layers have two sizes, because chunks are spread as evenly as whole chunks allow
+    # one row per L. Chunks are spread as evenly as whole chunks allow. np.ceil is used because
+    # ceil_div is slow for arrays; 1e-9 is subtracted because 2.0000001 may stand for 2
+    rows = np.arange(1.0, np.max(swapped) + 1).reshape(-1, *[1] * np.ndim(swapped))
+    most = (
+        np.ceil(rows / plan.stride - 1e-9) * x
+        + np.minimum(rows, outputs) * attn
+        + np.ceil(rows * (plan.swapped_chunks / swapped) - 1e-9) * chunk
+    )
+    exposed = most / bandwidth - (rows + plan.lag - 2) * forward
+    in_a_row = np.max(np.where(rows <= swapped, exposed, 0.0), axis=0)
+
+    # layers have two sizes: those with one more chunk than others, or (if m > 1) with x
+    larger = x + outputs / swapped * attn + ceil_div(plan.swapped_chunks, swapped) * chunk
+    smaller = larger - np.where(plan.stride > 1, x, chunk)
     uneven = plan.swapped_chunks % swapped
-    larger = np.where(uneven > 0, mean + (1 - uneven / swapped) * chunk, mean)
+    num_larger = np.where(plan.stride > 1, inputs, np.where(uneven > 0, uneven, swapped))
 
     def one_by_one(hidden: float) -> float:
-        """Return how much longer copies take than this, each by itself, over all layers."""
-        smaller = np.where(uneven > 0, larger - chunk, larger)
-        more = np.maximum(0.0, larger / bandwidth - hidden)
-        less = np.maximum(0.0, smaller / bandwidth - hidden)
-        number = np.where(uneven > 0, uneven, swapped)
-        return number * more + (swapped - number) * less
+        """Return the sum, over layers, of the seconds by which a layer's copies exceed this."""
+        of_larger = np.maximum(0.0, larger / bandwidth - hidden)
+        of_smaller = np.maximum(0.0, smaller / bandwidth - hidden)
+        return num_larger * of_larger + (swapped - num_larger) * of_smaller
 
-    forward = max(0.0, s.forward - busy)
-    waits = one_by_one((plan.lag - 1) * forward)
-    for layers in (1, swapped):
-        copies = layers * mean + np.where(uneven > 0, chunk, 0.0)
-        waits = np.maximum(waits, copies / bandwidth - (layers + plan.lag - 2) * forward)
-    return np.where(plan.swapped_layers > 0, waits + one_by_one(s.backward), 0.0)
+    waits = np.maximum(in_a_row, one_by_one((plan.lag - 1) * forward))
+    waits = np.maximum(0.0, waits) + (1 - np.minimum(2, swapped) / swapped) * one_by_one(s.backward)
+    return np.where(plan.swapped_layers > 0, waits, 0.0)
 
 
 def launch_seconds(est: Estimator, plan: Plan) -> tuple[float, float]:

@@ -42,12 +42,15 @@ If even x and o of all layers do not fit on the GPU and the host, some are dropp
 
 Copies to and from the host run on two streams of their own. What is copied to the host stays
 referenced on the GPU until compute has waited for the copy, so its memory is not reused too early.
-That is when layer i + d begins, so in forward the GPU also holds up to d layers that are on their
-way to the host. If these need no more memory than the resident layers will need at the end of
-forward, they cost nothing. So the planner chooses d, the *lag*, as large as that (costs.most_lag).
-A larger lag hides more copies, because they may be late: those of the last swapped layers run
-during the forward of the first resident layers. The least d is 2. (Memo has two buffers in forward,
-which is d = 2.) There must be d resident layers, so that all copies are done when forward ends.
+Compute waits for the copy of layer i when layer i + d begins. d is the *lag*. So in forward the GPU
+holds up to d swapped layers: the one that runs, and d - 1 whose copies may still run. The planner
+chooses the largest d for which these take no more memory than the resident layers take at the end
+of forward (costs.most_lag).
+
+A larger lag hides more copies, because each copy has the forward of d - 1 layers to finish in. The
+last swapped layers are copied while the first resident layers run. The least d is 2. (Memo has two
+buffers in forward, which is d = 2.) There must be d resident layers, so that all copies are done
+when forward ends.
 
 Backward reads what was swapped from two *rounding buffers* on the GPU, each with room for one group
 of layers. Group g uses buffer g mod 2. (Memo uses these buffers in forward, too. Here forward

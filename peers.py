@@ -209,21 +209,21 @@ def float8_linears(model: nn.Module, emulate: bool = False) -> Iterator[None]:
         _inductor_patch._PATCHED = False  # so that torchao changes them again for the next row
 
 
-# word of a label -> n: one layer in n is kept, and the others are recomputed (0: all are)
+# word of a label -> n: every n-th layer is not recomputed, all others are (see is_recomputed)
 TRANSFORMERS_RECOMPUTED = {"half": 2, "three-quarters": 4, "full": 0}
 
 
-def is_recomputed(layer: int, kept: int) -> bool:
-    """Return whether backward recomputes this layer, if one layer in `kept` is not recomputed
-    (1: no layer is recomputed, 0: every layer is)."""
-    return kept == 0 or layer % kept > 0
+def is_recomputed(layer: int, n: int) -> bool:
+    """Return whether backward recomputes a layer, if every n-th layer is not recomputed and all
+    others are. n=1: no layer is recomputed. n=0: all are."""
+    return n == 0 or layer % n > 0
 
 
-def recompute_layers(model: nn.Module, kept: int) -> None:
-    """Recompute the layers of transformers' model in backward, except one in `kept`."""
+def recompute_layers(model: nn.Module, n: int) -> None:
+    """Recompute the layers of transformers' model in backward, except every n-th one."""
     model.gradient_checkpointing_enable()
     for i, layer in enumerate(model.model.layers):
-        layer.gradient_checkpointing = is_recomputed(i, kept)
+        layer.gradient_checkpointing = is_recomputed(i, n)
 
 
 def by_layer_loss(model: nn.Module, liger_loss: bool) -> Callable:
@@ -370,8 +370,8 @@ attention_operator.register_autograd(attention_backward, setup_context=save_atte
 KEEP_ATTENTION = functools.partial(
     create_selective_checkpoint_contexts, [torch.ops.bench.attention.default]
 )
-# First option of a row -> flags of checkpoint(), and n: one layer in n is kept (is_recomputed).
-# selective: a recomputed layer does not run attention again
+# First option of a row -> flags of checkpoint(), and n: every n-th layer is not recomputed, all
+# others are (is_recomputed). selective: a recomputed layer does not run attention again
 RECOMPUTED = {
     "none": ({}, 1),
     "half-selective": ({"context_fn": KEEP_ATTENTION}, 2),
@@ -393,10 +393,10 @@ class Fsdp2Model(LLaMA):
     recomputed in backward."""
 
     def __init__(self, cfg: ModelConfig, attention: Attention, recomputed: str):
-        checkpoint_flags, kept = RECOMPUTED[recomputed]
+        checkpoint_flags, n = RECOMPUTED[recomputed]
         super().__init__(cfg, AttentionOperator(attention) if checkpoint_flags else attention)
         self.checkpoint_flags = checkpoint_flags
-        self.kept = kept
+        self.not_recomputed = n
         self.blocks = nn.ModuleList(WholeBlock(cfg) for _ in self.blocks)
         self.layer_runner = Fsdp2Model.start_layers
 
@@ -405,7 +405,7 @@ class Fsdp2Model(LLaMA):
 
         def run_layer(i, x):
             block = self.blocks[i]
-            if is_recomputed(i, self.kept):
+            if is_recomputed(i, self.not_recomputed):
                 return checkpoint(
                     block, x, positions, attention, use_reentrant=False, **self.checkpoint_flags
                 )

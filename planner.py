@@ -510,9 +510,9 @@ def plan_activations(
                     (n - 2) * (S_input + S_attn + alpha * S_others)   <= M_CPU
 
     Here k, the number of resident layers, is a choice, too, and GPU memory is a third constraint.
-    Copies may also be late by more than one layer, if that takes no memory (costs.most_lag), so the
-    first constraint becomes: no layer waits for copies (costs.copy_waits). If x and o do not fit,
-    layers drop them: only one layer in m keeps x, and X layers drop o. For each candidate
+    Copies may also take longer than one layer's forward, if the lag allows it (costs.most_lag). So
+    the first constraint becomes: no layer waits for copies (costs.copy_waits). If x and o do not
+    fit, layers drop them: only one layer in m keeps x, and X layers drop o. For each candidate
     (k, m, X), the plan swaps as many chunks as all three constraints allow. Then the resident
     layers keep as many chunks as have room. The candidate that loses the least time wins.
 
@@ -565,27 +565,35 @@ def plan_activations(
     fit_host = whole_chunks((host - copied) / chunk_bytes)
     fit_memory = np.minimum(fit_host, fit_gpu)
 
-    def with_chunks(swapped):
-        """Return the candidates with so many swapped chunks. The resident layers keep as many
-        chunks as have room beside the rounding buffers, and the lag is as large as it may be:
-        kept = room / chunk_bytes - 2 * (chunks of a swapped layer, rounded up)."""
-        per_swapped_layer = np.ceil(swapped / np.maximum(1, swapped_layers))
-        kept = whole_chunks(room / chunk_bytes) - 2 * per_swapped_layer
-        kept = np.clip(kept, 0, np.where((room >= 0) & saves_chunks, chunks * k, 0))
-        plans = ActivationPlan(n, chunks, k, kept, swapped, dropped_outputs, stride)
+    def with_chunks(swapped, of):
+        """Return the plans of the candidates `of` (indices), given how many chunks each one swaps.
+
+        The resident layers keep as many chunks as have room beside the rounding buffers, and the
+        lag is as large as it may be:
+            kept = room / chunk_bytes - 2 * (chunks of a swapped layer, rounded up)
+        """
+        per_swapped_layer = np.ceil(swapped / np.maximum(1, swapped_layers[of]))
+        kept = whole_chunks(room[of] / chunk_bytes) - 2 * per_swapped_layer
+        most_kept = np.where((room[of] >= 0) & saves_chunks[of], chunks * k[of], 0)
+        kept = np.clip(kept, 0, most_kept)
+        plans = ActivationPlan(n, chunks, k[of], kept, swapped, dropped_outputs[of], stride[of])
         return replace(plans, lag=most_lag(plans, layer))
 
-    def waits(swapped):
-        return copy_waits(with_chunks(swapped), layer, s, bandwidth, busy)
-
-    # ---- bandwidth: swap as many chunks as fit memory and as let no layer wait for their copies,
-    # or as alpha asks for
-    if alpha is None:
-        least_waits = waits(np.zeros_like(room)) + 1e-12
-        swapped = largest(lambda number: waits(number) <= least_waits, np.maximum(0, fit_memory))
-    else:
+    # ---- bandwidth: swap as many chunks as fit in memory without making layers wait longer than
+    # without them, or as many as alpha asks for
+    swapped = np.zeros_like(room)
+    can_swap = np.flatnonzero(fit_memory >= 1)
+    if alpha is not None:
         at_least = 1 if alpha > 0 else 0
         swapped = np.maximum(at_least, np.rint(alpha * chunks * swapped_layers))
+    elif can_swap.size:
+
+        def waits(number):
+            return copy_waits(with_chunks(number, can_swap), layer, s, bandwidth, busy)
+
+        at_most = waits(swapped[can_swap]) + 1e-12
+        hidden = largest(lambda number: waits(number) <= at_most, fit_memory[can_swap])
+        swapped[can_swap] = hidden
     feasible = (room >= 0) & (swapped <= fit_memory)
     if alpha is not None and feasible.any():
         # whole chunks miss alpha by a little: take candidates that miss it by 0.02 at most, or by
@@ -594,7 +602,7 @@ def plan_activations(
         feasible &= missed <= max(0.02, missed[feasible].min())
 
     # ---- the candidate that loses the least time
-    plans = with_chunks(swapped)
+    plans = with_chunks(swapped, np.arange(len(k)))
     recomputed_s, waited_s = lost_seconds(plans, layer, s, bandwidth, busy)
     lost = np.where(feasible, recomputed_s + waited_s, np.inf)
     best = np.argmin(lost)  # on a tie the first: the smallest m, then the fewest swapped layers
@@ -1606,6 +1614,8 @@ def activations_in_words(plan):
         text += f", 1 in {kept.stride} layers keeps its input"
     if kept.layers_recomputing_attention:
         text += f", {kept.layers_recomputing_attention} layers run attention twice"
+    if kept.swapped_layers and kept.lag > 2:
+        text += f", lag {kept.lag}"
     return text
 
 
@@ -1813,7 +1823,8 @@ def describe_choices(c, plans, best):
     if "resident" in choices(best)["activations"]:
         lines.append(
             "Resident layers copy nothing to the host. The other layers swap their input and "
-            "attention's output, and a fraction alpha of their other activations."
+            "attention's output, and a fraction alpha of their other activations. Lag d: a layer's "
+            "copies have the forward of the next d - 1 layers to finish in."
         )
     return "\n".join(lines)
 

@@ -314,6 +314,9 @@ COLUMNS = {  # title -> what it says of a row
     "host GiB": lambda row: f"{row['host_gib']:.1f}" if row.get("host_gib") else "-",
     "communication, ms": number("communication_ms", ".1f"),
     "exposed, ms": number("exposed_ms", ".1f"),
+    "idle, ms": number("idle_ms", ",.0f"),
+    "to the host, ms": number("to_host_ms", ",.0f"),
+    "from the host, ms": number("from_host_ms", ",.0f"),
     "requests": number("requests", ","),
     "reserved GiB": number("reserved_gib", ".2f"),
     "planned GiB": number("planned_peak_gib", ".2f"),
@@ -335,6 +338,7 @@ TABLE_COLUMNS = {  # table of bench.py -> its columns between "tokens" and "comm
     "shard": ["micro-batches", "step, s", "tokens/s per GPU", "MFU, causal", "of bound", "GPU GiB"],
     "overlap": ["micro-batches", "step, s", "tokens/s per GPU", "MFU, causal", "GPU GiB"],
     "trace": ["step, s", "communication, ms", "exposed, ms", "GPU GiB"],
+    "idle": ["sequences", "step, s", "idle, ms", "to the host, ms", "from the host, ms"],
     "memplan": [
         *["step, s", "requests", "reserved GiB", "planned GiB", "lower bound", "solved in, s", "hits"]
     ],
@@ -443,9 +447,10 @@ def comparisons() -> dict[tuple[str, str, str], tuple[dict, dict]]:
     """Return {(hardware, model, tokens of a step): (our row, the fastest peer's row)}.
 
     Both are the newest rows of their settings. Ours is as planned, maybe with planned memory, and
-    never a setting that a person chose. The peer is the fastest of all that were tried. Both compute
-    products in bf16, because a step whose products are in float8 is another one. A peer that calls
-    our attention kernels must have run the one that we ran; transformers calls PyTorch's.
+    never a setting that a person chose. So of rows that differ in --host-memory, only those with
+    the most count. The peer is the fastest of all that were tried. Both compute products in bf16,
+    because a step whose products are in float8 is another one. A peer that calls our attention
+    kernels must have run the one that we ran; transformers calls PyTorch's.
     """
     rows_of = {}
     for row in newest(read_rows("long")):
@@ -461,7 +466,8 @@ def comparisons() -> dict[tuple[str, str, str], tuple[dict, dict]]:
         (peers if peer else ours).append(row)
     found = {}
     for where, (ours, peers) in rows_of.items():
-        for row in sorted(ours, key=step_seconds):
+        most = max(map(host_memory, ours), default=0)
+        for row in sorted((row for row in ours if host_memory(row) == most), key=step_seconds):
             fair = [
                 peer
                 for peer in peers
@@ -475,6 +481,11 @@ def comparisons() -> dict[tuple[str, str, str], tuple[dict, dict]]:
 
 def step_seconds(row: dict) -> float:
     return row["step_s"]
+
+
+def host_memory(row: dict) -> int:
+    """Return a row's --host-memory in GiB, 0 if it has none."""
+    return int(flag_values(row["flags"] or "").get("--host-memory", "0G").removesuffix("G"))
 
 
 def ratio(ours: dict, peer: dict) -> float:

@@ -204,8 +204,8 @@ def swapping_plan(model, ranks, seq, factors, kept, **choices) -> costs.Plan:
     """Return a plan in bf16 whose layers run in token chunks.
 
     All ranks share one sequence, if `sp` is not among the choices. kept: the arguments of
-    offload.ActivationPlan but the lag, which is the largest that takes no memory. If it is empty,
-    layers run whole.
+    offload.ActivationPlan except the lag, which is costs.most_lag. If it is empty, layers run
+    whole.
     """
     plan = costs.Plan(
         model,

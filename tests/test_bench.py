@@ -295,7 +295,7 @@ def test_bench_gives_liger_what_its_loss_takes(group, monkeypatch):
 
 
 def test_bench_counts_what_computation_waits_for():
-    """Of a profile, the compute stream's gaps count as idle, whatever runs on other streams.
+    """A gap on the compute stream counts as idle, whatever runs on other streams.
 
     Catches an all-to-all, a copy or a barrier that counts as computation and hides a wait.
     """
@@ -346,8 +346,8 @@ def test_bench_recomputes_as_many_layers_as_a_label_says(word, recomputed):
     peers.recompute_layers(model, peers.TRANSFORMERS_RECOMPUTED[word])
     assert sum(layer.gradient_checkpointing for layer in layers) == recomputed
     label = {"half": "half-selective", "three-quarters": "three-quarters-selective"}.get(word, word)
-    _, kept = peers.RECOMPUTED[label]
-    assert sum(peers.is_recomputed(i, kept) for i in range(4)) == recomputed
+    _, n = peers.RECOMPUTED[label]
+    assert sum(peers.is_recomputed(i, n) for i in range(4)) == recomputed
 
 
 def test_bench_float8_peer_takes_nearly_the_same_steps(group, tmp_path, monkeypatch):
