@@ -613,11 +613,13 @@ def resident_bytes(plan: ActivationPlan, layer: LayerBytes) -> float:
     layer "drops" o if it runs attention again in backward instead of saving o.
 
     The two rounding buffers are there all the time. The rest is the larger one of forward's and
-    backward's needs. While swapped layers run forward, the GPU holds the activations of two of
-    them: of the one that runs, and of the one before it, whose copies to the host may still run.
-    (With a lag of more than two it holds more, but not more than backward needs: most_lag.) In
-    backward, the GPU holds the resident layers' activations and what it recomputes for a group of
-    m layers (group_bytes).
+    backward's needs. While swapped layers run forward, the GPU holds x and o of two of them: of the
+    one that runs, and of the one before it, whose copies to the host may still run. (With a lag of
+    more than two it holds more, but not more than backward needs: most_lag.) Their chunks are not
+    counted. planner.plan_activations leaves room for these, and forward needs less working memory
+    than backward, which counts as much. Only a plan by hand with few resident layers that keep
+    little may need more than is counted here. In backward, the GPU holds the resident layers'
+    activations and what it recomputes for a group of m layers (group_bytes).
 
     Which group needs the most bytes? It is one of four. Go through the groups from the first to the
     last. The number of resident layers up to a group only grows. A group recomputes m - 1 inputs,
@@ -635,8 +637,7 @@ def resident_bytes(plan: ActivationPlan, layer: LayerBytes) -> float:
     n, m = plan.layers, plan.stride
     swapped, dropping = plan.swapped_layers, plan.layers_recomputing_attention
 
-    per_layer = ceil_div(plan.swapped_chunks, np.maximum(1, swapped)) * others / plan.chunks
-    most = np.where(swapped > 0, 2 * (x + attn + per_layer), 0.0)
+    most = np.where(swapped > 0, 2 * (x + attn), 0.0)
     last_dropping = (dropping - 1) // m
     for group in ((n - 1) // m, n // m - 1, last_dropping, last_dropping - 1):
         most = np.maximum(most, group_bytes(plan, layer, np.maximum(0, group)))
@@ -644,7 +645,8 @@ def resident_bytes(plan: ActivationPlan, layer: LayerBytes) -> float:
     # a rounding buffer has room for the largest swapped group. That is the last one, because the
     # layers that drop o are the first ones
     groups, outputs = swapped_inputs_and_outputs(plan)
-    largest = x + np.minimum(m, outputs) * attn + per_layer
+    chunks = ceil_div(plan.swapped_chunks, np.maximum(1, swapped))  # of a layer
+    largest = x + np.minimum(m, outputs) * attn + chunks * others / plan.chunks
     return most + np.where(groups > 0, 2 * largest, 0.0)
 
 
