@@ -12,8 +12,8 @@ Legend:
 
     N tokens of a micro-batch on a rank     L layers, M micro-batches per step
     C width, F feed-forward width           H query heads, K key/value heads
-    V vocabulary                            P parameters of a rank before they are sharded. Frozen
-                                            ones are in `parameters` and in gathers only
+    V vocabulary                            P parameters of a rank before they are sharded. (Frozen
+                                            ones have no gradients and no optimizer states)
     p, g, os sharding factors (AMSP)        e bytes per element, tp tensor-parallel ranks
     n layers of a virtual stage that backward reaches: all, unless the first ones are frozen. The
       last k of them are resident: they copy nothing to the host
@@ -24,13 +24,13 @@ Legend:
     the tokens (token chunks); attention always runs on all tokens
     mesh of a group of ranks: (GPUs in each node, nodes)
 
-In code, n is the number of layers where `plan` is an ActivationPlan, and N where it is a Plan.
+In code, `n` stands for n in functions of an ActivationPlan, and for N in functions of a Plan.
 
 Example: 7B (P = 6.74e9 parameters) with one sequence of 256K tokens on four H200s,
 
     python planner.py --model 7b --ranks 4 --seq 256K --batch 1 --cluster h200x8 --host-memory 400G
 
-The planner shards with p,g,os = 2,4,4. The 4 ranks share the sequence, so each has N = 64K tokens,
+The planner shards with p,g,os = 2,2,4. The 4 ranks share the sequence, so each has N = 64K tokens,
 which run in one token chunk per layer. The skeletal activations of a layer have three parts:
 S_input (x, 0.50 GiB), S_attn (o and its log-sum-exp, 0.51 GiB) and S_others (the rest, 4.69 GiB).
 The last 14 of 32 layers are resident on the GPU. 13 of them keep all three parts, and one
@@ -39,7 +39,7 @@ swap S_others.
 
     term                formula                                                         GiB
     parameters          2 P / p bytes, bf16                                            6.28
-    gradients           2 P / g bytes, bf16                                            3.14
+    gradients           2 P / g bytes, bf16                                            6.28
     optimizer           12 P / os bytes: master weight and two moments in float32;    18.83
                         on the host 10 P / os (optim.py)
     gathered weights    2 bytes x (matrices of 2 layers + embedding + head)            1.24
@@ -50,7 +50,7 @@ swap S_others.
     working             largest moment, backward of a chunk's products: dy, dx and     8.03
                         do 1.50, gate|up's gradient 2.69, SwiGLU and its gradient
                         2.69, all-to-all buffers 0.81 and 0.31, cos and sin 0.03
-    all                                                                              125.20
+    all                                                                              128.34
     host memory         18 x (S_input + S_attn) + 17 x S_others                       97.84
 
 Seconds. They are computed in three levels:
@@ -113,7 +113,8 @@ class Plan:
     batch: int = 1  # sequences per step, over all ranks
     micro_batch: int = 1  # sequences that a sequence-parallel group runs at once
     head_groups: int = 1  # parts of the heads, which attention runs one after the other
-    recompute: str = "none"  # auto: layers run in token chunks. none: each layer runs whole
+    # none: each layer runs whole. auto: layers run in token chunks (also for --recompute full)
+    recompute: str = "none"
     chunk: int = 0  # the most tokens of a token chunk
     factors: Factors = Factors()
     os_layout: str = "intra"  # intra: each matrix is cut; inter: each matrix has one owner
@@ -181,13 +182,13 @@ class Plan:
 
     @property
     def sums_vocab_grads(self) -> bool:
-        """Return whether two contributions add up to a vocabulary matrix's gradient on this stage:
-        the head's and the embedding's, to a tied matrix."""
+        """Return whether a vocabulary matrix's gradient is a sum on this stage. A tied matrix gets
+        two contributions: one as the head, and one as the embedding."""
         return self.model.tied and self.pp == 1 and self.counts.trains_head
 
     @functools.cached_property
     def counts(self) -> "WeightCounts":
-        """Return the parameters of each layer, and what of them trains."""
+        """Return the number of parameters of each layer, and which matrices train."""
         return count_weights(llama.LLaMA, llama.block_class(self.model), self.local_model)
 
     @property
@@ -214,16 +215,16 @@ class Plan:
         """Return P, the parameters of a rank's matrices before they are sharded. Vectors, such as
         norm weights, are not counted."""
         vocab = self.num_vocab_matrices * math.prod(self.vocab_matrix)
-        return self.of_stage(self.counts.layer_params) + vocab
+        return self.sum_over_stage(self.counts.layer_params) + vocab
 
     @functools.cached_property
     def trained_params(self) -> int:
         """Return how many of `params` are not frozen, so that they have gradients and states."""
         vocab = self.trained_vocab_matrices * math.prod(self.vocab_matrix)
-        return self.of_stage(self.counts.trained_layer_params) + vocab
+        return self.sum_over_stage(self.counts.trained_layer_params) + vocab
 
-    def of_stage(self, per_layer: tuple[int, ...]) -> int:
-        """Return the sum over the layers of a stage."""
+    def sum_over_stage(self, per_layer: tuple[int, ...]) -> int:
+        """Return the sum over the layers of a stage. per_layer: numbers of all layers."""
         if self.pp == 1:
             return sum(per_layer)
         # a fork's layers may differ, and a stage may have the largest ones
@@ -383,16 +384,7 @@ class Plan:
 
     @functools.cached_property
     def collectives(self):
-        """Return the collectives of model states, as the table in shard.py's docstring has them.
-
-        Each is a row
-
-            stream, operation, ranks, inner, in earlier micro-batches, in the last micro-batch
-
-        Its group has every inner-th rank of `ranks` neighbours (as in `mesh`). It works on 1/inner
-        of each matrix, the part that its ranks have in common. The last two columns say whether the
-        collective runs in these micro-batches.
-        """
+        """Return each Collective of model states, as the table in shard.py's docstring has them."""
         p, g, os = astuple(self.factors)
 
         # if g > p, a rank keeps only the gradients that it updates with. So gradients are reduced
@@ -401,20 +393,28 @@ class Plan:
         reduce_stream = "grad_scatter" if reduces_early else "grad_reduce"
 
         if self.os_layout == "intra":
-            subgroup_sum = (reduce_stream, "reduce_scatter", os, p, reduces_early, True)
-            sum_over_replicas = ("grad_reduce", "all_reduce", self.state_ranks, os, False, True)
+            subgroup_sum = Collective(
+                reduce_stream, "reduce_scatter", os, p, reduces_early, in_last=True
+            )
+            sum_over_replicas = Collective(
+                "grad_reduce", "all_reduce", self.state_ranks, os, in_earlier=False, in_last=True
+            )
             broadcast = "all_gather"
         else:  # inter: the last micro-batch has one sum over all replicas, and none inside os
-            subgroup_sum = (reduce_stream, "all_reduce", os, p, reduces_early, False)
-            sum_over_replicas = (reduce_stream, "all_reduce", self.state_ranks, p, False, True)
+            subgroup_sum = Collective(
+                reduce_stream, "all_reduce", os, p, reduces_early, in_last=False
+            )
+            sum_over_replicas = Collective(
+                reduce_stream, "all_reduce", self.state_ranks, p, in_earlier=False, in_last=True
+            )
             broadcast = "broadcast"
 
         return (
-            ("param_gather", "all_gather", p, 1, True, True),
-            ("grad_scatter", "reduce_scatter", p, 1, True, True),
+            Collective("param_gather", "all_gather", p, 1, in_earlier=True, in_last=True),
+            Collective("grad_scatter", "reduce_scatter", p, 1, in_earlier=True, in_last=True),
             subgroup_sum,
             sum_over_replicas,
-            ("param_broadcast", broadcast, os, p, False, True),
+            Collective("param_broadcast", broadcast, os, p, in_earlier=False, in_last=True),
         )
 
     @property
@@ -467,6 +467,18 @@ def float8_by_matrix(block_class: type, cfg: ModelConfig) -> tuple[bool, ...]:
     return tuple(can_use_float8(matrix.shape, matrix.cut) for matrix in matrices)
 
 
+class Collective(NamedTuple):
+    """A collective of model states. Its group has every inner-th rank of `ranks` neighbours (as in
+    Plan.mesh). It works on 1/inner of each matrix, the part that its ranks have in common."""
+
+    stream: str  # one of shard.STREAMS
+    op: str  # for example "all_gather"
+    ranks: int
+    inner: int
+    in_earlier: bool  # whether it runs in the earlier micro-batches of a step
+    in_last: bool  # whether it runs in the last one
+
+
 class WeightCounts(NamedTuple):
     """Parameters of a model's matrices."""
 
@@ -476,7 +488,7 @@ class WeightCounts(NamedTuple):
     trained_shares: tuple[float, ...]
     trains_embedding: bool
     trains_head: bool
-    forward_only_layers: int  # the first layers, if backward does not reach them
+    forward_only_layers: int  # how many of the first layers backward does not reach
 
 
 @functools.cache
@@ -489,8 +501,8 @@ def count_weights(model_class: type, block_class: type, cfg: ModelConfig) -> Wei
         model = model_class(cfg)
     layers = [matrices_of(block) for block in model.blocks]
     trained = [[matrix for matrix in layer if not matrix.frozen] for layer in layers]
-    # zip ends at the layer with the fewest matrices: what other layers have beside them is counted
-    # in bytes, but not in seconds
+    # zip ends at the layer with the fewest matrices. If other layers have more matrices, their
+    # bytes are counted, but not their seconds
     shares = [
         sum(not matrix.frozen for matrix in same_matrix) / len(layers)
         for same_matrix in zip(*layers)
@@ -606,7 +618,7 @@ def swapped_inputs_and_outputs(plan):
     return inputs, outputs
 
 
-def resident_bytes(plan: ActivationPlan, layer: LayerBytes) -> float:
+def activation_gpu_bytes(plan: ActivationPlan, layer: LayerBytes) -> float:
     """Return the most GPU bytes that skeletal activations take at any moment of a step.
 
     layer: from skeletal_bytes. "Inputs" are layers' x; "outputs" are o with its log-sum-exp. A
@@ -616,9 +628,10 @@ def resident_bytes(plan: ActivationPlan, layer: LayerBytes) -> float:
     backward's needs. While swapped layers run forward, the GPU holds x and o of two of them: of the
     one that runs, and of the one before it, whose copies to the host may still run. (With a lag of
     more than two it holds more, but not more than backward needs: most_lag.) Their chunks are not
-    counted. planner.plan_activations leaves room for these, and forward needs less working memory
-    than backward, which counts as much. Only a plan by hand with few resident layers that keep
-    little may need more than is counted here. In backward, the GPU holds the resident layers'
+    counted here, because planner.plan_activations leaves room for them. Forward also needs less
+    working memory than backward, and the term `working` has what backward needs. So only an
+    ActivationPlan that plan_activations did not make, with few resident layers that keep few
+    chunks, may need more than is counted. In backward, the GPU holds the resident layers'
     activations and what it recomputes for a group of m layers (group_bytes).
 
     Which group needs the most bytes? It is one of four. Go through the groups from the first to the
@@ -696,7 +709,7 @@ def most_lag(plan: ActivationPlan, layer: LayerBytes):
     return np.where(holds_all, np.clip(lag, 2, np.maximum(2, plan.resident)), 2)
 
 
-def host_bytes(plan: ActivationPlan, layer: LayerBytes) -> float:
+def activation_host_bytes(plan: ActivationPlan, layer: LayerBytes) -> float:
     """Return the bytes of a rank's host buffers, which hold what the swapped layers swap."""
     x, attn, others = layer
     inputs, outputs = swapped_inputs_and_outputs(plan)
@@ -766,10 +779,13 @@ def working_moments(plan) -> dict[str, list[TensorSize]]:
 
 
 def recomputes_chunks(plan) -> bool:
-    """Return whether the last layer recomputes some of its chunks in backward. Earlier layers keep
-    no more chunks than the last one."""
-    kept = plan.activations
-    return kept is not None and kept.kept_chunks < kept.chunks
+    """Return whether the last layer recomputes some of its chunks in backward.
+
+    Working memory is largest in the last layer. If only earlier layers recompute chunks, the chunks
+    of later layers are freed by then, and leave more room than recomputation needs.
+    """
+    activations = plan.activations
+    return activations is not None and activations.kept_chunks < activations.chunks
 
 
 def layer_backward_tensors(plan) -> list[TensorSize]:
@@ -807,7 +823,7 @@ def attention_backward_tensors(plan) -> list[TensorSize]:
 
     # with several head groups or all-to-alls, a group's inputs and gradients are copies, not views
     # of whole tensors. With all-to-alls we count two groups, each with a copy to send and one
-    # received. That is an upper bound; GPUs needed within 1 % of the bytes so counted
+    # received. This is an upper bound. Measured peaks differed by less than 1 % from this count
     copies = 2 * min(2, groups) if plan.head_ranks > 1 else 1
     if not one_call:
         tensors += [
@@ -816,13 +832,13 @@ def attention_backward_tensors(plan) -> list[TensorSize]:
         ]
 
     # the kernel's own float32 buffers. Those of a group are alive when the next group begins
-    copies = min(2, groups)
+    alive = min(2, groups)
     tensors += [
-        TensorSize("the kernel's dq", n, q / groups, wide, copies),
-        TensorSize("the kernel's two numbers per row", n, 2 * cfg.heads / groups, wide, copies),
+        TensorSize("the kernel's dq", n, q / groups, wide, alive),
+        TensorSize("the kernel's two numbers per row", n, 2 * cfg.heads / groups, wide, alive),
     ]
     if cfg.heads > cfg.kv_heads:  # several query heads add to the same dk and dv
-        tensors.append(TensorSize("the kernel's dk and dv", n, kv / groups, wide, copies))
+        tensors.append(TensorSize("the kernel's dk and dv", n, kv / groups, wide, alive))
 
     if plan.ring > 1:
         tensors += ring_backward_tensors(plan)
@@ -863,10 +879,14 @@ def product_backward_tensors(plan) -> list[TensorSize]:
     ]
     width = most_saved_again_width(plan)
     if width:
-        # adapters of gate|up, for example. The second gradient meets a and da; the sum only a
-        more = max(width, 2 * width - cfg.ffn)
+        # two operators save the same tensor, as gate_up and its adapters do, so its gradient is a
+        # sum. First the second gradient is alive beside a and da. Then it is alive together with
+        # the sum, but da, of cfg.ffn columns, is freed
+        with_da = width
+        without_da = 2 * width - cfg.ffn
+        columns = max(with_da, without_da)
         tensors.append(
-            TensorSize("a second gradient of one tensor, and their sum", rows, more, dtype)
+            TensorSize("a second gradient of one tensor, and their sum", rows, columns, dtype)
         )
     if recomputes_chunks(plan):
         tensors.append(TensorSize("gate|up, recomputed", rows, 2 * cfg.ffn, dtype))
@@ -910,7 +930,8 @@ def whole_layer_moments(plan) -> dict[str, list[TensorSize]]:
     exchanged = []
     if plan.tp > 1:
         exchanged = [TensorSize("dy, gathered or all-reduced", tokens, cfg.dim, dtype)]
-        moments["exchange of dy"] = dy + (1 + copies) * exchanged + [dgate_up]
+        received = [tensor._replace(copies=1 + copies) for tensor in exchanged]
+        moments["exchange of dy"] = [*dy, *received, dgate_up]
     down = [*dy, *exchanged, da, dgate_up]
     moments["product of down"] = [
         *down,
@@ -1021,14 +1042,16 @@ def weight_buffer_bytes(plan: Plan) -> dict[str, float]:
     # sums into these. Otherwise it sums into a buffer
     trained = [matrix for matrix, share in zip(plan.matrices, plan.trained_shares) if share]
     trained_vocab_elements = plan.trained_vocab_matrices * math.prod(plan.vocab_matrix)
-    gradients = 0
-    for elements, adds_up in (
-        (trained_vocab_elements, plan.sums_vocab_grads),
-        (2 * sum(map(math.prod, trained)), plan.chunks > 1),
-    ):
+    trained_layer_elements = 2 * sum(map(math.prod, trained))
+
+    def grad_buffer_bytes(elements, adds_up):
         sums_in_buffer = adds_up and plan.grad_bytes != plan.accum_bytes
-        if f.g > 1 or sums_in_buffer:
-            gradients += elements * (plan.accum_bytes if adds_up else e)
+        if f.g == 1 and not sums_in_buffer:
+            return 0
+        return elements * (plan.accum_bytes if adds_up else e)
+
+    gradients = grad_buffer_bytes(trained_vocab_elements, plan.sums_vocab_grads)
+    gradients += grad_buffer_bytes(trained_layer_elements, plan.chunks > 1)
     return {"gathered weights": weights, "whole gradients": gradients}
 
 
@@ -1049,7 +1072,7 @@ def streaming_buffer_bytes(plan: Plan) -> float:
 def memory_of_states(plan: Plan) -> tuple[dict[str, float], dict[str, float]]:
     """Return the bytes of model states and their buffers by term, on the GPU and on the host."""
     memory = state_bytes(plan) | weight_buffer_bytes(plan)
-    if plan.products == "fp8":  # of W and of W^T, with 1 byte per element
+    if plan.products == "fp8":  # a cast of W and one of W^T, with 1 byte per element each
         layers = plan.stage_layers if plan.keeps_casts else 1
         memory["float8 casts"] = 2 * layers * sum(map(math.prod, plan.float8_matrices))
     host = {}
@@ -1065,8 +1088,8 @@ def with_bytes(plan: Plan) -> Plan:
     memory, host = memory_of_states(plan)
 
     if kept:
-        memory["activations"] = plan.passes_in_flight * resident_bytes(kept, layer)
-        host["activations"] = plan.passes_in_flight * host_bytes(kept, layer)
+        memory["activations"] = plan.passes_in_flight * activation_gpu_bytes(kept, layer)
+        host["activations"] = plan.passes_in_flight * activation_host_bytes(kept, layer)
     else:
         memory["activations"] = plan.passes_in_flight * plan.reached_layers * sum(layer)
 
@@ -1164,7 +1187,8 @@ class Estimator:
 
     def collective(self, op, size, mesh):
         """Return the seconds of a collective: t = bytes / bandwidth(op, bytes, mesh) (AMSP,
-        section IV). size: bytes, as in measure.Machine.collective_rates.
+        section IV). size: bytes of the whole tensor that is gathered, reduced or broadcast. For an
+        all-to-all, size is the bytes that one rank sends, including the part that it keeps.
 
         The profile has tables for some meshes only. For another mesh, three rules apply in turn:
 
@@ -1192,18 +1216,18 @@ class Estimator:
         return size / interpolate(sorted(nearest), nodes)
 
 
-def exposed_and_slowed(compute, communication, factors):
+def exposed_and_slowed(compute, communication, slowdowns):
     """Return the seconds of communication that computation does not hide, and the seconds by which
     computation gets longer.
 
-    factors: two numbers, by which computation and communication take longer while both run, as in
+    slowdowns: two factors, by which computation and communication get longer while both run, as in
     Galvatron. So hiding is not free.
 
-    Example: 10 s of computation, 4 s of communication, factors 1.1 and 1.5. While the communication
+    Example: 10 s of computation, 4 s of communication, slowdowns 1.1 and 1.5. While the communication
     runs, for 4 x 1.5 = 6 s, computation does what takes 6 / 1.1 = 5.45 s without it. So it gets
     longer by 0.55 s, and nothing is exposed.
     """
-    slow_compute, slow_communication = factors
+    slow_compute, slow_communication = slowdowns
     # the most communication that can be hidden, in the seconds that it takes by itself
     most = compute * slow_compute / slow_communication
     hidden = min(communication, most)
@@ -1359,6 +1383,8 @@ def layer_seconds(est: Estimator, plan: Plan) -> LayerSeconds:
         weight_grad = "weight_grad_sum"
     else:
         weight_grad = "weight_grad"
+    # model.Block uses its first matrix (qkv) in block.pre and its last one (down) last. A fork's
+    # other matrices, such as adapters of qkv, are counted as if block.post used them
     first, *later = products("forward")
     backward = []  # of each matrix; a frozen one has no gradient of its own
     for of_input, of_weight, share in zip(
@@ -1379,8 +1405,9 @@ def layer_seconds(est: Estimator, plan: Plan) -> LayerSeconds:
     # a mean over all layers, of which backward may reach only some
     reached = plan.backward_share
 
-    # recomputing block.post runs neither the last product, nor the exchange that follows it, nor
-    # SwiGLU. We count SwiGLU nevertheless, because this predicts measured steps better
+    # recomputing block.post does not run the last product, the exchange that follows it, or
+    # SwiGLU, and does not need y. We count the kernels of SwiGLU and of y nevertheless (they are in
+    # moved.post), because this predicts measured steps better
     recomputed_post = sum(later[:-1]) + moved.post + tp_forward / 2
     return LayerSeconds(
         forward=pre + kernel + exchange + post,
@@ -1528,17 +1555,18 @@ def attention_seconds(est, plan, backward):
     groups, e = plan.head_groups, plan.dtype.itemsize
     q, kv = plan.q_kv_widths
     if backward:
-        name, flops = "backward", 5
+        name, flops_per_pair = "backward", 5  # five products of 2 FLOPs, over half of the keys
         to_heads = 3 * q + kv  # widths of q, k, v, o, do
         to_tokens = q + kv  # of dq, dk, dv
     else:
-        name, flops = "forward", 2
+        name, flops_per_pair = "forward", 2  # two products of 2 FLOPs, over half of the keys
         to_heads = q + kv  # of q, k, v
         to_tokens = q  # of o
 
     # a ring's kernels see 1 / ring of the sequence, so they run at the rate of that length
     own_seq = plan.seq / plan.ring
-    kernel = flops * q * plan.tokens * plan.seq / est.attention_rate(name, own_seq)
+    flops = flops_per_pair * q * plan.tokens * plan.seq
+    kernel = flops / est.attention_rate(name, own_seq)
     if plan.ring > 1:
         kernel += est.moved(ring_bytes(plan, backward))
     if plan.head_ranks * groups > 1:  # copies to and from the order of heads: read and written
@@ -1551,7 +1579,7 @@ def attention_seconds(est, plan, backward):
     )
     exposed_exchange = exchange
     if backward and plan.recompute == "auto":
-        exposed_exchange = 0.0
+        exposed_exchange = 0.0  # matrix products hide it. Below, it counts as if the kernel did
 
     # the exchanges of the ring
     kv_bytes = plan.ring * plan.tokens * kv * e / plan.kv_groups
@@ -1561,9 +1589,9 @@ def attention_seconds(est, plan, backward):
         ring_exchange *= 1 + plan.ring_sum_bytes / e
 
     # a ring's exchanges run on the GPU's multiprocessors. All-to-alls use only its copy engines
-    factors = est.profile.overlap["collectives" if plan.ring > 1 else "all_to_all"]
+    slowdowns = est.profile.overlap["collectives" if plan.ring > 1 else "all_to_all"]
     hideable = groups * exchange - exposed_exchange + ring_exchange
-    exposed, slowed = exposed_and_slowed(kernel, hideable, factors)
+    exposed, slowed = exposed_and_slowed(kernel, hideable, slowdowns)
     return kernel, exposed_exchange + (exposed + slowed)
 
 
@@ -1621,8 +1649,8 @@ def head_seconds(est, plan):
 
 
 class UnitSeconds(NamedTuple):
-    """Seconds of communication for some matrices, while nothing else runs. One field per stream of
-    shard.STREAMS, and one for earlier micro-batches."""
+    """Seconds of communication for some matrices, while nothing else runs. There is one field per
+    stream of Plan.collectives, and one more for grad_scatter in earlier micro-batches."""
 
     param_gather: float  # of a pass
     grad_scatter: float  # of the last micro-batch
@@ -1635,16 +1663,16 @@ def unit_seconds(est, plan, matrices, trained_shares):
     """Return the UnitSeconds of some matrices as an array. trained_shares: of each matrix, the
     share of its copies in the model that train. Frozen ones are only gathered."""
     seconds = np.zeros(5)
-    for stream, op, ranks, inner, in_earlier, in_last in plan.collectives:
-        mesh, size = plan.mesh(ranks, inner), plan.dtype.itemsize / inner
+    for row in plan.collectives:
+        mesh, size = plan.mesh(row.ranks, row.inner), plan.dtype.itemsize / row.inner
         taken = 0.0
         for matrix, trained_share in zip(matrices, trained_shares):
-            share = 1.0 if stream == "param_gather" else trained_share
+            share = 1.0 if row.stream == "param_gather" else trained_share
             if share:
-                taken += share * est.collective(op, size * math.prod(matrix), mesh)
-        if in_last:
-            seconds[UnitSeconds._fields.index(stream)] += taken
-        if in_earlier and stream == "grad_scatter":
+                taken += share * est.collective(row.op, size * math.prod(matrix), mesh)
+        if row.in_last:
+            seconds[UnitSeconds._fields.index(row.stream)] += taken
+        if row.in_earlier and row.stream == "grad_scatter":
             seconds[UnitSeconds._fields.index("early_grad_scatter")] += taken
     return seconds
 
@@ -1687,7 +1715,7 @@ def exposed_seconds(est, plan, compute, traffic, last_matrix=math.inf):
     more counts.
     """
     crosses_nodes = {
-        stream for stream, _, ranks, *_ in plan.collectives if ranks > plan.state_ranks_per_node
+        row.stream for row in plan.collectives if row.ranks > plan.state_ranks_per_node
     }
     inside = across = 0.0
     for stream, seconds in traffic.items():
@@ -1701,8 +1729,8 @@ def exposed_seconds(est, plan, compute, traffic, last_matrix=math.inf):
     # In backward, layers that run whole gather weights only one matrix ahead, and a gather waits
     # for the reductions of gradients launched before it. So the reductions and half of the gathers
     # can hide only under the last matrix of a layer, the first one that backward reaches
-    factors = est.profile.overlap["collectives"]
-    slow_compute, slow_communication = factors
+    slowdowns = est.profile.overlap["collectives"]
+    slow_compute, slow_communication = slowdowns
     hides_inside = hides_across = compute
     weights = traffic["param_gather"]
     if weights and plan.recompute == "none":
@@ -1713,12 +1741,10 @@ def exposed_seconds(est, plan, compute, traffic, last_matrix=math.inf):
             hides_inside = hides
 
     networks = {
-        "communication in a node": exposed_and_slowed(hides_inside, inside, factors),
-        "communication across nodes": exposed_and_slowed(hides_across, across, factors),
+        "communication across nodes": exposed_and_slowed(hides_across, across, slowdowns),
+        "communication in a node": exposed_and_slowed(hides_inside, inside, slowdowns),
     }
-    slower = "communication across nodes"
-    if sum(networks["communication in a node"]) > sum(networks["communication across nodes"]):
-        slower = "communication in a node"
+    slower = max(networks, key=lambda name: sum(networks[name]))  # on a tie the first
     exposed, slowed = networks[slower]
     yield slower, exposed
     yield "slowed by communication", slowed
@@ -1764,7 +1790,8 @@ def traffic_seconds(est, plan, forward, backward, last_matrix):
         "param_gather": hidden.param_gather,
         "param_broadcast": hidden.param_broadcast,
     }
-    # other passes begin with the weights of two layers still in their buffers
+    # other passes begin with the weights of two layers still in their buffers. Vocabulary matrices
+    # have buffers of their own, so they are gathered only once per step
     gathers = {"param_gather": max(0, layers - 2) * UnitSeconds(*per_layer).param_gather}
     # after an earlier micro-batch comes another pass, so all of its gradients overlap
     early_backward = gathers | {
@@ -1884,7 +1911,8 @@ def copy_waits(
     Layer i begins when the copies of layer i - d are done (offload.py; d is plan.lag). Copies run
     one after the other, each after its layer. So the copies of L consecutive layers begin when the
     first of these has run, and must be done when the d-th layer after the last one begins. In
-    between, L + d - 2 layers run. Two ways to count what is not hidden, of which the larger counts:
+    between, L + d - 2 layers run. The exposed seconds are estimated in two ways, and the larger
+    result counts:
 
         in_a_row      for each L, the copies of the L consecutive layers that swap most, less the
                       forward of L + d - 2 layers. The largest of these. If it is 0, no layer waits
@@ -1895,8 +1923,8 @@ def copy_waits(
     In backward, each prefetch is hidden by the backward of one layer. The prefetches of the last
     two swapped layers are hidden by that of the resident layers.
 
-    The sum is exact for forward if all layers swap equally much. Otherwise it is an estimate: where
-    several groups of layers wait, only the longest wait of `in_a_row` counts.
+    The result is exact for forward if all layers swap equally much. Otherwise it is an estimate.
+    If layers wait at several points of a pass, `in_a_row` counts only the longest of these waits.
     """
     x, attn, others = layer
     chunk = others / plan.chunks
@@ -1955,17 +1983,18 @@ def launch_seconds(est: Estimator, plan: Plan) -> tuple[float, float]:
 def step_seconds(est: Estimator, plan: Plan, states: bool = True) -> dict[str, float]:
     """Return a step's seconds by what takes them. The sum of all is the step.
 
-    states: whether to add what model states take. A plan without an activation plan recomputes
+    states: whether to add the seconds of model states and of messages between pipeline stages. The
+    search leaves them out of its lower bounds. A plan without an activation plan recomputes
     nothing.
     """
     layers, count = plan.stage_layers, plan.micro_batches
-    layer = layer_seconds(est, plan)
+    s = layer_seconds(est, plan)
     recomputation = waits = 0.0  # per layer
     if plan.activations:
         lost = lost_seconds(
             plan.activations,
             skeletal_bytes(plan),
-            layer,
+            s,
             est.profile.to_host,
             streaming_seconds(est, plan),
         )
@@ -1973,11 +2002,11 @@ def step_seconds(est: Estimator, plan: Plan, states: bool = True) -> dict[str, f
 
     # a pass takes at least as long as the host takes to launch its kernels
     launch_forward, launch_backward = launch_seconds(est, plan)
-    forward = max(layer.forward, launch_forward)
-    backward = max(layer.backward + recomputation, launch_backward)
-    computed = layer.forward + layer.backward
-    per_layer = layer.named | {
-        "rest of layers": computed - sum(layer.named.values()),
+    forward = max(s.forward, launch_forward)
+    backward = max(s.backward + recomputation, launch_backward)
+    computed = s.forward + s.backward
+    per_layer = s.named | {
+        "rest of layers": computed - sum(s.named.values()),
         "recomputation": recomputation,
         "copies": waits,
         "launches": forward + backward - computed - recomputation,
@@ -1991,8 +2020,10 @@ def step_seconds(est: Estimator, plan: Plan, states: bool = True) -> dict[str, f
 
     if states:
         two_stages = (1, 2) if plan.ranks > plan.per_node else (2, 1)
-        message = est.collective("all_gather", 2 * message_bytes(plan), two_stages)
-        seconds["stage messages"] = exposed_messages(plan) * message
+        if plan.pp > 1:
+            # a message takes as long as an all-gather of two GPUs, which each send one half
+            message = est.collective("all_gather", 2 * message_bytes(plan), two_stages)
+            seconds["stage messages"] = exposed_messages(plan) * message
         if plan.pp > 1 and plan.model.tied and plan.counts.trains_head:
             # at the end of a step, the owners in the first and in the last stage sum its gradients
             shards = plan.factors.p if plan.os_layout == "inter" else plan.factors.os
@@ -2001,7 +2032,7 @@ def step_seconds(est: Estimator, plan: Plan, states: bool = True) -> dict[str, f
                 "all_reduce", plan.grad_bytes * owned, two_stages
             )
         seconds |= traffic_seconds(
-            est, plan, layers * forward, layers * backward, layers * layer.last_matrix
+            est, plan, layers * forward, layers * backward, layers * s.last_matrix
         )
     return seconds
 

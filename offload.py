@@ -29,9 +29,9 @@ host:
 Example (results/2026-11-4xh200): 7B, 256K tokens on four H200s. Each GPU has 64K tokens, in
 four chunks per layer. In a layer x takes 0.5 GiB per GPU, o and lse 0.5 GiB, S_others 4.7 GiB. The
 last 14 layers (k = 14) keep everything, 80 GiB. The first 18 layers swap everything (alpha = 1) to
-102.5 GiB of host memory. Nothing is recomputed. planner.py chooses these numbers
-(`ActivationPlan`). In the example of costs.py the host has a little less memory, so one chunk of a
-swapped layer and one of a resident layer are recomputed.
+102.5 GiB of host memory. Nothing is recomputed. planner.py chooses these numbers, and passes them
+as an `ActivationPlan`. In the example of costs.py the host has a little less memory, so one chunk
+of a swapped layer and one of a resident layer are recomputed.
 
 If even x and o of all layers do not fit on the GPU and the host, some are dropped, too:
 
@@ -49,8 +49,8 @@ of forward (costs.most_lag).
 
 A larger lag hides more copies, because each copy has the forward of d - 1 layers to finish in. The
 last swapped layers are copied while the first resident layers run. The least d is 2. (Memo has two
-buffers in forward, which is d = 2.) There must be d resident layers, so that all copies are done
-when forward ends.
+buffers in forward, which is d = 2.) There must be at least d resident layers, so that all copies
+are done when forward ends.
 
 Backward reads what was swapped from two *rounding buffers* on the GPU, each with room for one group
 of layers. Group g uses buffer g mod 2. (Memo uses these buffers in forward, too. Here forward
@@ -77,12 +77,16 @@ Nothing in this file knows what a block computes: hooks of autograd find the ten
 
 Left out: swapping to disk, and layers of different shapes.
 
-Legend: B sequences, T tokens of one sequence on a rank, N = B*T; C width, H query heads, K
-key/value heads, D head width; n layers that backward reaches, k resident layers, m layers per
-group, X layers that drop o, d the lag; i one of the n layers, from 0, j a chunk of it, g a group.
-In a tensor's shape, n is the number of tokens of a chunk.
+Legend
+
+    sizes    B sequences, T tokens of one sequence on a rank, N = B*T; C width, H query heads, K
+             key/value heads, D head width
+    layers   n layers that backward reaches, k resident layers, m layers per group, X layers that
+             drop o, d the lag; i one of the n layers, from 0, j a chunk of it, g a group
+    shapes   in a tensor's shape, such as (1, n, C), n is the number of tokens of a chunk
+
 dx is the gradient of the loss with respect to x. A chunk is *saved* if it is kept or swapped, and
-so not recomputed.
+so not recomputed. gate|up are the results of the MLP's first two matrices, side by side.
 """
 
 import contextlib
@@ -156,11 +160,10 @@ class ActivationPlan:
         return min(self.chunks, max(0, self.kept_chunks - in_later_layers))
 
     def for_virtual_stage(self, layers: int) -> "ActivationPlan":
-        """Return this plan for a virtual stage of a pipeline, where backward may reach fewer
-        layers. layers: how many it reaches there.
+        """Return this plan for a virtual stage in which backward reaches only `layers` layers.
 
-        The swapped layers must be whole groups of m. So the last k layers are resident, and up to
-        m - 1 layers before them. alpha stays the same, rounded down to whole chunks.
+        The swapped layers must be whole groups of m. So up to m - 1 layers more than k are
+        resident. alpha stays the same, rounded down to whole chunks. kept_chunks does not change.
         """
         swapped_layers = max(0, layers - self.resident) // self.stride * self.stride
         swapped_chunks = self.swapped_chunks * swapped_layers // max(1, self.swapped_layers)
@@ -210,7 +213,8 @@ class SavedLayer:
 
     `tensors` has, by name:
 
-        "x", "o", "lse"     (1, N, C), (1, N, H, D) and attention's log-sum-exp, unless dropped
+        "x", "o", "lse"     (1, N, C), (1, N, H, D) and (B, H, T), as the kernel returns it; unless
+                            dropped
         "q", "k", "v"       of saved chunks: (1, tokens of these chunks, heads, D)
         1, 2, 3 ...         the other tensors that autograd saves of saved chunks
 
@@ -221,12 +225,13 @@ class SavedLayer:
     def __init__(self, block: llama.Block, positions: Positions, x: Tensor, num_saved: int = 0):
         self.block = block
         self.positions = positions
-        self.attention: Attention | None = None  # of this layer; its forward sets it
+        self.attention: Attention | None = None  # of this layer; ChunkedLayers sets it
         self.num_saved = num_saved  # number of saved chunks. They are the layer's first ones
         self.tensors: dict[str | int, Tensor] = {"x": x}
-        # of tensors that a second operator saves, too. They are stored once
+        # sizes in bytes of the stored tensors that a second operator saves, too. They are stored
+        # only once
         self.bytes_saved_again: list[int] = []
-        # by storage_id: the number of a stored tensor. Used only until the layer is offloaded
+        # storage_id -> the tensor's number in self.tensors. Used only until the layer is offloaded
         self.number_of_storage: dict[int, int] = {}
         self.on_host: dict[str | int, Tensor] = {}  # the host buffer's views of these tensors
         self.offload_done = None  # event: the copies to the host buffer are complete
@@ -303,12 +308,13 @@ class SavedLayer:
         """Store t, or a contiguous copy of it, in self.tensors. Return its number there, and the
         stored tensor."""
         t = t.detach()  # without the graph that computed it
-        # a part of a larger tensor is copied, because a view would hold the memory of the whole. A
-        # tensor that is not contiguous is copied, too: a prefetch returns contiguous tensors, and
-        # unpack must find the same strides before and after it
+        # t is copied in three cases:
+        # 1. It is a part of a larger tensor. A view would keep the memory of the whole alive
+        # 2. It is not contiguous. A prefetch returns contiguous tensors, and unpack must find the
+        #    same strides before and after it
+        # 3. It is a view of x or o in another dtype. With several chunks, case 1 copies it. With
+        #    one it is copied, too, so that what is stored does not depend on the number of chunks
         is_part = t.nbytes < t.untyped_storage().nbytes()
-        # so is a view of x or o in another dtype: it is a part of them unless there is one chunk,
-        # and what is stored must not depend on that
         inputs = [self.tensors[name] for name in ("x", "o") if name in self.tensors]
         is_input = storage_id(t) in map(storage_id, inputs)
         if is_part or is_input or not t.is_contiguous():
@@ -338,12 +344,13 @@ class BlockTrace(NamedTuple):
 def trace_block(
     cfg: ModelConfig, tokens: int, dtype: torch.dtype, block: llama.Block | None = None
 ) -> BlockTrace:
-    """Return what autograd saves of a chunk of `tokens` tokens, beside x, o, q, k and v.
+    """Return what autograd saves when a chunk of `tokens` tokens runs through a block, without x, o
+    and what attention saves (q, k, v, lse).
 
     A new block runs on meta tensors, which have shapes but no data. So this takes no memory of the
     GPU and hardly any time. The new block is of the same class as `block`, and has the same
-    tensor-parallel slices of matrices and the same frozen weights. block=None: a whole one. Raises
-    ValueError if the block needs data.
+    tensor-parallel slices of matrices and the same frozen weights. block=None: a block of
+    cfg.architecture with whole matrices that all train. Raises ValueError if the block needs data.
     """
     if block is None:
         return _trace_block(llama.block_class(cfg), (), cfg, tokens, dtype)
@@ -354,6 +361,18 @@ def trace_block(
 
 def matrices_of(block: torch.nn.Module) -> list[Matrix]:
     return [module for module in block.modules() if isinstance(module, Matrix)]
+
+
+@contextlib.contextmanager
+def running_without_data(half: str):
+    """Raise ValueError that names the half, "pre" or "post", if a block needs data to run."""
+    try:
+        yield
+    except RuntimeError as e:
+        raise ValueError(
+            f"block.{half} must run on tensors without data, so that its shapes are known, but it "
+            f"raised: {e}. If it has experts, let each expert run on all tokens, masked"
+        ) from e
 
 
 @functools.cache
@@ -380,7 +399,8 @@ def _trace_block(block_class, tp_slices, cfg, tokens, dtype, frozen=()) -> Block
         with saved.saving("pre"), torch.enable_grad():
             version = x._version
             inputs = _ChunkInputs.apply(root, [], x)
-            q, _, _ = block.pre(*inputs, positions)
+            with running_without_data("pre"):
+                q, _, _ = block.pre(*inputs, positions)
             check_unchanged("pre", [(x, version)])
             pre = saved.numbered_tensors()
 
@@ -390,13 +410,8 @@ def _trace_block(block_class, tp_slices, cfg, tokens, dtype, frozen=()) -> Block
         with saved.saving("post"), torch.enable_grad():
             versions = [(t, t._version) for t in (x, o)]
             inputs = _ChunkInputs.apply(root, [], x, o)
-            try:
+            with running_without_data("post"):
                 y = block.post(*inputs, positions)
-            except RuntimeError as e:
-                raise ValueError(
-                    "block.post must run on tensors without data, so that its shapes are known, "
-                    f"but it raised: {e}. If it has experts, they take all tokens, masked"
-                ) from e
             check_unchanged("post", versions)
             unread = unread_product(y)
             post = saved.numbered_tensors()
@@ -445,7 +460,7 @@ class ChunkedLayers:
     Raises MemoryError if the host has too little memory, and ValueError for a block that would
     train wrong in chunks.
 
-    plan: for the layers of these that backward reaches. The layers before them run without a
+    plan counts only those of `layers` that backward reaches. The ones before them run without a
     backward, and save nothing (LLaMA.forward_only_layers).
     """
 
@@ -489,9 +504,9 @@ class ChunkedLayers:
             if trace.stray_tensors:
                 raise ValueError(
                     "block.pre or block.post stores tensors in attributes of the block "
-                    f"({', '.join(trace.stray_tensors)}). Layers that run in chunks see some "
-                    "tokens at a time, and run again in backward, so such a tensor would be wrong "
-                    "for whoever reads it: use --recompute none"
+                    f"({', '.join(trace.stray_tensors)}). A layer that runs in chunks sees only "
+                    "some tokens at a time, and may run again in backward, so such a tensor would "
+                    "be wrong afterwards. Pass --recompute none"
                 )
 
         self.in_flight = in_flight
@@ -853,8 +868,8 @@ class ChunkedLayers:
         # the host buffer may be overwritten: compute has waited for the prefetch that read it last
         # (load_group), and this stream waits for compute
         with self.offload_stream.after_compute():  # hidden by layers i + 1 to i + d - 1
-            for name, place in saved.on_host.items():
-                place.copy_(saved.tensors[name], non_blocking=True)
+            for name, host_tensor in saved.on_host.items():
+                host_tensor.copy_(saved.tensors[name], non_blocking=True)
         saved.offload_done = self.offload_stream.record_event()
 
     def free_offloaded(self, micro_batch: MicroBatch, i: int) -> None:
@@ -876,17 +891,17 @@ class ChunkedLayers:
         # and this stream waits for compute. The host buffers are complete: compute has waited for
         # their offload_done in free_offloaded
         with self.prefetch_stream.after_compute():  # hidden by group g + 1's backward
-            for i, place in self.groups[g]:
+            for i, gpu_buffer in self.groups[g]:
                 host_buffer = micro_batch.host_buffers[i]
-                place.copy_(host_buffer, non_blocking=True)
+                gpu_buffer.copy_(host_buffer, non_blocking=True)
                 self.prefetch_stream.done_reading(host_buffer)
         micro_batch.prefetch_done[g] = self.prefetch_stream.record_event()
 
     def load_group(self, micro_batch: MicroBatch, g: int) -> None:
         """Make group g's saved tensors available on the GPU, and start prefetching group g - 1.
 
-        Resident layers are on the GPU already. At the first resident layer of a backward, both
-        rounding buffers are free. So there the last two swapped groups are prefetched.
+        Resident layers are on the GPU already. At the last layer, where backward begins, both
+        rounding buffers are free. So the last two swapped groups are prefetched there.
         """
         last_swapped = len(self.groups) - 1
         if g > last_swapped:
@@ -895,18 +910,22 @@ class ChunkedLayers:
             return
         self.prefetch(micro_batch, g - 1)
         wait(micro_batch.prefetch_done[g])  # hidden by the backward of the layers after group g
-        for i, place in self.groups[g]:
+        for i, gpu_buffer in self.groups[g]:
             saved = micro_batch.saved[i]
-            saved.tensors = carve(place, saved.tensors)
-        if g == 0:  # all host buffers have been read, by what compute waits for
+            saved.tensors = carve(gpu_buffer, saved.tensors)
+        if g == 0:
+            # compute now waits for the last prefetch. The next offload waits for compute, so it may
+            # overwrite the host buffers
             micro_batch.release_host_buffers()
 
     def recompute_inputs(self, micro_batch: MicroBatch, last: int) -> None:
         """Recompute the inputs that a group's layers have dropped. last: the group's last layer.
 
-        The group's first layer has its x. Each of the other layers gets its x from post of the
-        layer before it. The all-gathers of the first layer's weights are exposed. Backward gathers
-        layer `last` ahead, and not the first one, which this forward pass begins with.
+        Does nothing if a group is one layer. Otherwise the group's first layer has its x, and each
+        remaining layer gets its x from post of the layer before it.
+
+        The all-gathers of the first layer's weights are exposed: backward has gathered the weights
+        of layer `last` ahead, but this function needs those of the first layer first.
         """
         first = last // self.plan.stride * self.plan.stride
         for i in range(first, last):

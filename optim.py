@@ -1,9 +1,10 @@
 """Optimizers, their states in GPU memory or in host memory, and learning-rate schedules.
 
 An optimizer is a function and a list of its states. The arithmetic of AdamW is a dozen lines
-(fused_adamw). A rank updates only the elements that it owns. These are 1/os of each matrix; with
---os-layout inter they are a whole p-shard of some matrices, and nothing of the others (AMSP,
-section IV; shard.py). Then shard.States sends the updated parameters to the ranks that hold them.
+(fused_adamw). AMSP splits each parameter matrix into p shards, and the optimizer states into os
+shards (section IV; shard.py). A rank updates only the elements whose states it owns. These are 1/os
+of each matrix. With --os-layout inter they are all of its p-shard for some matrices, and nothing of
+the remaining ones. Then shard.States sends the updated parameters to the ranks that hold them.
 
 To add an optimizer, write a function like `adamw` and a row of OPTIMIZERS, which --optimizer
 chooses. Its states are then sharded, saved, resumed, moved to the host and counted by the planner,
@@ -83,8 +84,11 @@ class Update(NamedTuple):
     """The argument of an optimizer's function, which writes `weight` and `states` in place.
 
     The tensors are a range of the flat matrix, (n,). If Optimizer.whole, they are the whole matrix,
-    (rows, cols). One more Update, with the name "vectors", has all vectors that train. It goes to
-    Optimizer.vectors.
+    (rows, cols).
+
+    One more Update per step, with the name "vectors", has all norms and biases that train, one
+    after the other in a flat tensor. It goes to Optimizer.vectors. The vectors are their own master
+    weights. So its `weight` is only scratch memory: write to it, but do not read it.
     """
 
     name: str  # of the parameter, as in a checkpoint
@@ -151,7 +155,8 @@ class State:
 
     name: str
     dtype: torch.dtype | None = None  # None: float32, or the compute dtype if that is wider
-    starts_as_weight: bool = False  # False: it starts at 0
+    # True: it starts as the weight. False: at 0. "master" always starts as the weight
+    starts_as_weight: bool = False
 
 
 @dataclass(frozen=True)
@@ -184,22 +189,22 @@ class Optimizer:
         float32, or the compute dtype if that is wider."""
         return {state.name: state.dtype or accum_dtype for state in self.states}
 
-    def stored_dtypes(self, dtype: torch.dtype, place: str) -> dict[str, torch.dtype]:
+    def stored_dtypes(self, dtype: torch.dtype, storage: str) -> dict[str, torch.dtype]:
         """Return the dtype of each state by name, as it is stored, in the order of `states`. dtype:
-        the compute dtype; place: "gpu" or "host". On the host, REST takes the place of a master
-        weight that join_master can make."""
+        the compute dtype; storage: "gpu" or "host". On the host, REST replaces a master weight that
+        join_master can make."""
         stored = {}
         for name, state_dtype in self.dtypes(accumulation_dtype(dtype)).items():
             can_be_joined = (dtype, state_dtype) == (torch.bfloat16, torch.float32)
-            if name == "master" and place == "host" and can_be_joined:
+            if name == "master" and storage == "host" and can_be_joined:
                 stored[REST] = torch.int16
             else:
                 stored[name] = state_dtype
         return stored
 
-    def bytes_per_parameter(self, dtype: torch.dtype, place: str = "gpu") -> int:
-        """Return the bytes of the stored states per parameter. dtype, place: see stored_dtypes."""
-        return sum(stored.itemsize for stored in self.stored_dtypes(dtype, place).values())
+    def bytes_per_parameter(self, dtype: torch.dtype, storage: str = "gpu") -> int:
+        """Return the bytes of the stored states per parameter. Arguments: see stored_dtypes."""
+        return sum(stored.itemsize for stored in self.stored_dtypes(dtype, storage).values())
 
 
 def adamw(u: Update) -> None:
@@ -317,9 +322,10 @@ def round_weight(master: Tensor, dtype: torch.dtype) -> Tensor:
     become infinity."""
     if (master.dtype, dtype) != (torch.float32, torch.bfloat16):
         return master.to(dtype)
-    # A number lies between two bf16 numbers. Bit 15 is set in a tie, and in each number that lies
-    # closer to the one further from zero. Set the last bit of all these: then a tie lies closer to
-    # that one, too, and the others are rounded as before
+    # Take the two bf16 numbers around a master weight. Bit 15 is set in two cases: the master
+    # weight is a tie, or it lies closer to the number further from zero, to which PyTorch rounds
+    # it. Setting bit 0 in both cases moves a tie closer to that number, so PyTorch rounds it there,
+    # too. All other master weights are rounded as before
     bits = master.view(torch.int32)
     return (bits | (bits >> 15 & 1)).view(torch.float32).to(dtype)
 
@@ -568,8 +574,8 @@ def tensors_after(
 class Schedule:
     """How the learning rate falls after the warm-up, from --lr to --min-lr * --lr.
 
-    falls(done) returns how far the rate has fallen, when the fraction `done` of the decay is over:
-    from falls(0) = 0 at --lr to 1 at the minimum. train.learning_rate uses it.
+    falls(done) returns how far the rate has fallen when the fraction `done` of the decay is over: 0
+    means that it is --lr, and 1 that it is the minimum. train.learning_rate uses it.
 
     stable: False if the decay takes all steps after the warm-up. True if the rate first stays at
     --lr, and falls only in the last --decay-steps. Then a run that is resumed with more steps
@@ -581,8 +587,8 @@ class Schedule:
 
 
 # --schedule: a fork adds a row. With wsd (warm-up, stable, decay) the rate falls as
-# 1 - sqrt(done), which Hägele et al. (arXiv 2405.18392) found better than a line. In their runs, a
-# decay of 20 % of the steps, our default, was as good as a cosine
+# 1 - sqrt(done), which Hägele et al. (arXiv 2405.18392) found better than a linear decay. In their
+# runs, wsd with a decay of 20 % of the steps, our default, was as good as a cosine schedule
 SCHEDULES = {
     "cosine": Schedule(lambda done: 0.5 * (1 - math.cos(math.pi * done))),
     "constant": Schedule(lambda done: 0.0),
@@ -603,25 +609,33 @@ def allocate_states(
     device: torch.device,
     storage: str,
 ) -> tuple[list[dict[str, Tensor]], "HostStates | None"]:
-    """Allocate the states (size,) of matrices, zeros. sizes: the elements that this rank owns of
-    each matrix; dtype: the compute dtype; storage: "gpu" or "host".
+    """Allocate the states of all matrices, filled with zeros. A state of a matrix is (size,).
+
+    sizes: how many elements of each matrix this rank owns. dtype: the compute dtype. storage: "gpu"
+    or "host".
 
     Returns the states of each matrix by name, as Optimizer.stored_dtypes lists them. If they are on
     the host, it also returns the HostStates that streams them through the GPU. Raises ConfigError
     if a rank gets no host memory. A collective of all ranks.
     """
-    dtypes = optimizer.stored_dtypes(dtype, storage)
+    state_dtypes = optimizer.stored_dtypes(dtype, storage)
     if storage == "gpu":
         # one allocation per tensor, because a compiled update does not know that views of a large
         # one are aligned
         states = [
-            {name: torch.zeros(size, dtype=dtype, device=device) for name, dtype in dtypes.items()}
+            {
+                name: torch.zeros(size, dtype=state_dtype, device=device)
+                for name, state_dtype in state_dtypes.items()
+            }
             for size in sizes
         ]
         return states, None
 
     shapes = [
-        {name: torch.empty(size, dtype=dtype, device="meta") for name, dtype in dtypes.items()}
+        {
+            name: torch.empty(size, dtype=state_dtype, device="meta")
+            for name, state_dtype in state_dtypes.items()
+        }
         for size in sizes
     ]
     on_gpu = device.type == "cuda"
@@ -633,12 +647,15 @@ def allocate_states(
         piece_elements = min(piece_elements, PIECE_ELEMENTS)
     buffers = [
         Buffer(
-            [torch.zeros(piece_elements, dtype=dtype, device=device) for dtype in dtypes.values()]
+            [
+                torch.zeros(piece_elements, dtype=state_dtype, device=device)
+                for state_dtype in state_dtypes.values()
+            ]
         )
         for _ in range(PIECE_BUFFERS)
     ]
     master = None
-    if REST in dtypes:
+    if REST in state_dtypes:
         master = torch.zeros(piece_elements, dtype=torch.float32, device=device)
     stream_in = CommStream(device)
     stream_out = CommStream(device)
@@ -650,9 +667,10 @@ def allocate_states(
 class HostStates:
     """Streams optimizer states from page-locked host memory through the GPU, for their update.
 
-    Each matrix goes in pieces, and the pieces use three buffers A, B and C in turn. There are three
-    because an update takes long: its kernels share the GPU with those of the next forward. While
-    one buffer is being updated, the next one is filled, and the one before is copied back:
+    Each matrix goes in pieces, and the pieces use three buffers A, B and C in turn. The updates run
+    on host_update, a stream of shard.States that overlaps with the next forward. So an update takes
+    long, because it shares the GPU with the forward, and three buffers are needed. While one is
+    being updated, the next one is filled, and the one before is copied back:
 
         stream_in      piece 0 -> A  piece 1 -> B  piece 2 -> C      piece 3 -> A
         host_update                 |0|           |1|              |2|

@@ -13,7 +13,19 @@ fix what they name, and leave the rest to the planner. No GPU is needed:
     python planner.py --model 7b --ranks 4 --seq 1M --batch 1 --cluster h200x8
     plan(constraints, model, hardware) -> [Plan]        # best first, a pure function
 
-The command prints, among other things (some columns and rows are left out):
+Legend:
+
+    p, g, os     shards of parameters, of gradients, of optimizer states
+    sp           GPUs that share a sequence; dp data-parallel groups have sp GPUs each
+    tp, pp       GPUs that share each layer's matrices; stages of a pipeline. A stage has pp_chunks
+                 virtual stages
+    chunk        tokens that a layer runs at once
+    n, k         n layers that backward reaches. The last k are resident: they are not swapped
+    alpha        the fraction of tokens whose activations the other n - k layers swap
+    m            layers per group. Only the first layer of a group keeps its input x
+    X            layers that drop attention's output o, and run attention again in backward
+
+The command prints, among other things (columns, rows and ends of lines are left out):
 
     choice                      value                   why
     GPUs per sequence (sp)      4                       the only legal value with --batch 1
@@ -21,11 +33,12 @@ The command prints, among other things (some columns and rows are left out):
     shards of model states      p=1 g=1 os=2 intra      fastest; on a tie on the GPU, then the ...
     activations                 8 of 32 layers resident, alpha=0.05, chunks of 16,384 tokens
 
-    427.3 s per step, 613 tokens per GPU per second, 53.6% MFU causal, 132.7 GiB per GPU
+    plan   s per step   TGS   MFU causal   GPU memory
+    1      427.3        614   53.6%        132.7 GiB
 
 Why --batch 1 forces sp 4: the 4 GPUs form 4 / sp data-parallel groups, which share the sequences of
 a step equally. 4 or 2 groups cannot share one sequence, so sp 1 and 2 are illegal. With --batch 4
-all three are legal, and sp 4 still wins: it takes 1710 s per step, sp 2 1807 s and sp 1 2147 s. A
+all three are legal, and sp 4 still wins: it takes 1709 s per step, sp 2 1806 s and sp 1 2145 s. A
 GPU holds a quarter of a sequence with sp 4, but a half with sp 2 and all of it with sp 1. With sp 2
 and sp 1 it saves fewer activations per token: 2 layers in 3 drop their inputs and recompute them in
 backward. Some layers drop attention's output, too, and run attention twice: 6 of 32 layers with
@@ -48,16 +61,11 @@ of a cluster so that few bytes cross the spine of its switches (AMSP, section V-
 
 With tensor parallelism tp and a pipeline of pp stages, the R = ranks / (tp pp) ranks with the same
 stage and tp rank share model states and sequences. All stages use one activation plan. It is made
-for one micro-batch's pass through the largest virtual stage. Its memory is that of the stage that
-has the least room, divided by the number of passes whose activations that stage holds at once.
+for one micro-batch's pass through the largest virtual stage. Its memory is what the imaginary
+largest stage of costs.py leaves for activations, divided by the number of passes whose activations
+the first stage holds at once.
 
 Left out: a different activation plan for each stage.
-
-Legend: p, g, os shards of parameters, gradients, optimizer states; sp GPUs per sequence; dp
-data-parallel groups of sp GPUs each; pp_chunks virtual stages per stage; chunk, the tokens that a
-layer runs at once. In activation plans: n layers; k resident layers, which copy nothing to the
-host; alpha, the fraction of tokens whose activations the other layers swap; groups of m layers, of
-which one keeps its input x; X layers that drop attention's output o.
 """
 
 import argparse
@@ -81,15 +89,15 @@ from attention import KERNELS, head_group_counts
 from costs import (
     Estimator,
     Plan,
+    activation_gpu_bytes,
+    activation_host_bytes,
     ceil_div,
     copy_waits,
-    host_bytes,
     layer_seconds,
     lost_seconds,
     memory_of_states,
     most_lag,
     nearest_kernel,
-    resident_bytes,
     skeletal_bytes,
     step_seconds,
     streaming_seconds,
@@ -433,10 +441,10 @@ def whole_chunks(number):
 
 
 @functools.lru_cache(maxsize=8)
-def least_bytes_of_candidates(n, layer, resident, swaps):
+def least_bytes_of_candidates(n, layer, resident, must_swap):
     """Return the GPU bytes and the host bytes that each of `activation_candidates` needs if it
     keeps and swaps no chunk. They are cached, because many plans differ only in model states."""
-    stride, swapped_layers, dropped_outputs, _ = activation_candidates(n, resident, swaps)
+    stride, swapped_layers, dropped_outputs, _ = activation_candidates(n, resident, must_swap)
     plans = ActivationPlan(
         layers=n,
         chunks=1,
@@ -444,16 +452,17 @@ def least_bytes_of_candidates(n, layer, resident, swaps):
         layers_recomputing_attention=dropped_outputs,
         stride=stride,
     )
-    return resident_bytes(plans, layer), host_bytes(plans, layer)
+    return activation_gpu_bytes(plans, layer), activation_host_bytes(plans, layer)
 
 
 @functools.cache
-def activation_candidates(n, resident, swaps):
+def activation_candidates(n, resident, must_swap):
     """Return four arrays with one entry per candidate for an activation plan of n layers: m, the
     number n - k of swapped layers, X, and whether the candidate may keep and swap chunks. (The
     module docstring explains these letters.)
 
-    resident: k, if it is set by hand. swaps: whether at least one chunk has to be swapped.
+    resident: k, if it is set by hand. must_swap: whether at least one chunk has to be swapped. At
+    least two layers are resident, because the lag is at least 2 (offload.py).
     """
     stride, swapped_layers, dropped_outputs = np.mgrid[
         1 : MOST_STRIDE + 1, : max(1, n - 1), : n + 1
@@ -463,7 +472,7 @@ def activation_candidates(n, resident, swaps):
     saves_chunks = (stride == 1) & (dropped_outputs <= swapped_layers)
 
     legal = swapped_layers % stride == 0  # whole groups are swapped
-    if swaps:
+    if must_swap:
         legal &= saves_chunks & (swapped_layers > 0)
     if resident:
         legal &= n - swapped_layers == resident
@@ -476,12 +485,13 @@ def largest(holds, most):
     most: an array. holds: a function of an array of numbers that returns an array of bools. It is
     true for 0, and if it is false for a number, then for all larger ones, too.
     """
-    found = np.zeros_like(most)
-    while (found < most).any():
-        middle = np.ceil((found + most) / 2)
-        good = holds(middle)
-        found, most = np.where(good, middle, found), np.where(good, most, middle - 1)
-    return found
+    least = np.zeros_like(most)  # the results are in [least, most]
+    while (least < most).any():
+        middle = np.ceil((least + most) / 2)
+        holds_at_middle = holds(middle)
+        least = np.where(holds_at_middle, middle, least)
+        most = np.where(holds_at_middle, most, middle - 1)
+    return least
 
 
 def plan_activations(
@@ -499,21 +509,23 @@ def plan_activations(
         chunks       chunks of tokens per layer
         bandwidth    bytes per second to the host, while all GPUs copy
         gpu, host    bytes that a rank can give to activations
-        resident, alpha    set by hand, or None
+        resident     k of --resident-layers; None: any
+        alpha        of --alpha; None: any
         busy         seconds of a layer's forward in which the link to the host has other copies
 
     Memo (section 4.1) swaps as much as its two constraints allow. All but two layers are swapped.
     S_input are the bytes of a layer's x, S_attn those of o, S_others those of all its other
-    activations, and T_layer are the seconds of its forward:
+    activations. T_layer is the seconds of its forward, and M_CPU the bytes of host memory:
 
         max alpha:  (S_input + S_attn + alpha * S_others) / bandwidth <= T_layer
                     (n - 2) * (S_input + S_attn + alpha * S_others)   <= M_CPU
 
     Here k, the number of resident layers, is a choice, too, and GPU memory is a third constraint.
     Copies may also take longer than one layer's forward, if the lag allows it (costs.most_lag). So
-    the first constraint becomes: no layer waits for copies (costs.copy_waits). If x and o do not
-    fit, layers drop them: only one layer in m keeps x, and X layers drop o. For each candidate
-    (k, m, X), the plan swaps as many chunks as all three constraints allow. Then the resident
+    the first constraint becomes: layers wait no longer than for the copies of x and o, which is
+    usually 0 s (costs.copy_waits). If x and o do not fit, layers drop them: only one layer in m
+    keeps x, and X layers drop o. For each candidate (k, m, X), the plan swaps as many chunks as all
+    three constraints allow. Then the resident
     layers keep as many chunks as have room. The candidate that loses the least time wins.
 
     Example: 4 layers of 4 chunks. x and o take 1 GiB each, a chunk of S_others 2 GiB. A layer's
@@ -521,7 +533,9 @@ def plan_activations(
     24 GiB, the host 12 GiB. The candidate k = 2 (m = 1, X = 0) swaps x and o of 2 layers:
 
         GPU          x and o of 2 resident layers and of 2 rounding buffers take 8 GiB, so 16 GiB
-                     are left. 2 chunks per swapped layer fit the buffers: 4 chunks
+                     are left for chunks. In forward, the 2 buffers and the 2 layers that run and
+                     are copied hold c chunks each: 4 c * 2 GiB <= 16 GiB, so c = 2 chunks per
+                     swapped layer, 4 of two layers
         host         x and o take 4 GiB, the other 8 GiB hold 4 chunks
         bandwidth    1 s of a layer's forward hides 5 GiB: x, o and 1 chunk, so 2 of two layers
         swap         min(4, 4, 2) = 2 chunks, alpha = 1/4
@@ -540,29 +554,34 @@ def plan_activations(
 
     # From here on, variables are arrays with one entry per candidate, and so are the fields of
     # `plans`.
-    swaps = bool(alpha)
+    must_swap = bool(alpha)
     stride, swapped_layers, dropped_outputs, saves_chunks = activation_candidates(
-        n, resident, swaps
+        n, resident, must_swap
     )
     k = n - swapped_layers
-    needed, copied = least_bytes_of_candidates(n, layer, resident, swaps)
+    gpu_without_chunks, host_without_chunks = least_bytes_of_candidates(
+        n, layer, resident, must_swap
+    )
 
     # ---- GPU memory: how many chunks of each layer fit the rounding buffers?
     #     room = gpu - bytes that the candidate needs without any chunk
     # In backward the two rounding buffers hold c chunks each:
     #     2 c chunk_bytes <= room
-    # In forward they hold as much, and two more layers, whose copies to the host still run, hold c
-    # chunks each. But `needed` counts x and o of all k resident layers. These have not run yet, and
-    # x and o of only the two layers being copied are on the GPU, so (k - 2) (x + attn) are free:
+    # In forward the buffers take as much. Two swapped layers also hold c chunks each: the one that
+    # runs, and the one before it, whose copies to the host may still run. But gpu_without_chunks
+    # counts x and o of all k resident layers. These have not run yet, and the GPU holds x and o of
+    # only the two swapped layers. So (k - 2) (x + attn) are free:
     #     4 c chunk_bytes <= room + (k - 2) (x + attn)
-    room = gpu - needed
+    room = gpu - gpu_without_chunks
     forward_room = room + (k - 2) * (x_bytes + attn_bytes)
-    fit_buffers = whole_chunks(np.minimum(2 * room, forward_room) / (4 * chunk_bytes))
+    fit_backward = room / (2 * chunk_bytes)
+    fit_forward = forward_room / (4 * chunk_bytes)
+    fit_buffers = whole_chunks(np.minimum(fit_backward, fit_forward))
     fit_gpu = np.where(saves_chunks, swapped_layers * np.minimum(fit_buffers, chunks), 0)
 
     # ---- host memory: how many chunks of all swapped layers fit beside their x and o?
-    #     copied + chunk_bytes * swapped <= host
-    fit_host = whole_chunks((host - copied) / chunk_bytes)
+    #     host_without_chunks + chunk_bytes * swapped <= host
+    fit_host = whole_chunks((host - host_without_chunks) / chunk_bytes)
     fit_memory = np.minimum(fit_host, fit_gpu)
 
     def with_chunks(swapped, of):
@@ -607,17 +626,17 @@ def plan_activations(
     lost = np.where(feasible, recomputed_s + waited_s, np.inf)
     best = np.argmin(lost)  # on a tie the first: the smallest m, then the fewest swapped layers
     if lost[best] == np.inf:  # nothing fits: what fits the host comes first, then the least bytes
-        best, *_ = np.lexsort((needed, copied > max(0.0, host)))
+        best, *_ = np.lexsort((gpu_without_chunks, host_without_chunks > max(0.0, host)))
     chosen = (k, plans.kept_chunks, swapped, dropped_outputs, stride, plans.lag)
     return ActivationPlan(n, chunks, *(int(each[best]) for each in chosen)), float(lost[best])
 
 
 # ---------------------------------------------------------------------------- legal choices
 
-# Each function below is a degree of freedom. It takes constraints and a plan, and lists its legal
-# choices as changes to the plan: the usual ones, or, if `exhaustive`, all of them (of chunk sizes
-# only powers of two). It raises ValueError if there is none. To add a degree, add a function to
-# SHAPE.
+# Each function below is a degree of freedom. It takes constraints (c) and a plan, and lists its
+# legal choices as changes to the plan. It lists the usual choices, or, if `exhaustive` is true, all
+# choices. (Chunk sizes are the exception: even then only powers of two, and all tokens, are
+# listed.) It raises ValueError if there is none. To add a degree, add a function to SHAPE.
 
 # choice -> why the search takes it if no flag sets it. Each entry stands above its function
 REASONS = {}
@@ -647,7 +666,7 @@ def legal_choices(c, names, candidates, why_not):
     def as_flags(values):
         return " ".join(f"{flag_name(name)} {value}" for name, value in zip(names, values))
 
-    asked = [wish or 1 for wish in asked]
+    asked = [wish or 1 for wish in asked]  # the message shows 1 for a flag that is not set
     nearest = sorted(sorted(legal, key=lambda values: math.dist(values, asked))[:4])
     advice = ", ".join(map(as_flags, nearest)) or "none, unless other flags change, too"
     raise ValueError(f"{as_flags(asked)}: {why_not(*asked)}. Nearest legal choices: {advice}")
@@ -721,10 +740,10 @@ def pipeline_choices(c, plan, exhaustive=False):
             return {1, 2, 4, c.pp_chunks}
         if not exhaustive:
             return {1, 2, 4}
-        # `of_stage`: layers of the largest virtual stage. Several numbers of virtual stages can
-        # give the same `of_stage`. Of these only the smallest is listed, because it is the fastest
-        # and needs the least memory
-        return {ceil_div(layers, pp * of_stage) for of_stage in range(1, layers + 1)}
+        # depth: layers of the largest virtual stage. Several numbers of virtual stages can give the
+        # same depth. Of these only the smallest is listed, because it is the fastest and needs the
+        # least memory
+        return {ceil_div(layers, pp * depth) for depth in range(1, layers + 1)}
 
     pairs = [
         (pp, virtual_stages)
@@ -842,10 +861,12 @@ REASONS["head groups"] = "fastest; more groups need less memory"
 
 
 def head_group_choices(c, plan, exhaustive=False):
-    """List the numbers of head groups. Usual is the largest number up to 4, which is enough to hide
-    all-to-alls. More groups need less memory, so with more than 64K tokens per GPU the largest
-    number up to 16 is usual, too. (If there are no all-to-alls, as with sp 1: 1, and the largest up
-    to 8.)"""
+    """List the numbers of head groups.
+
+    Usual is the largest legal number up to 4, because 4 groups are enough to hide all-to-alls. More
+    groups need less memory, so with more than 64K tokens per GPU the largest legal number up to 16
+    is usual, too. If there are no all-to-alls, as with sp 1, these limits are 1 and 8 instead.
+    """
     model, ranks = plan.local_model, plan.head_ranks
     heads, kv_heads = model.heads // ranks, model.kv_heads // ranks
     counts = head_group_counts(heads, kv_heads, plan.tokens * model.heads * model.head_dim)
@@ -956,7 +977,8 @@ def state_choices(c, plan, exhaustive=True):
     places = ("gpu", "host") if c.os_place == "auto" else (c.os_place,)
     candidates = map(astuple, legal_factors(world, in_node))
     for factors in legal_choices(c, ["p", "g", "os"], candidates, why_not):
-        # with p > 1 a weight is gathered for a layer, and casts of all of them would outgrow it
+        # if p > 1, a rank has whole weights of only a few layers at a time. Kept casts of all
+        # layers would take more memory than sharding the parameters saves
         can_keep_casts = c.products == "fp8" and factors["p"] == 1
         for place in places:
             for keeps_casts in (False, True) if can_keep_casts else (False,):
@@ -995,7 +1017,8 @@ PRUNE_FACTOR = 1.3  # a plan that takes this many times as long as the best one 
 token_s = operator.attrgetter("token_s")
 parallelism = operator.attrgetter("tp", "pp", "sp")  # the best plan of each is printed
 states_of = operator.attrgetter("factors", "os_place", "keeps_casts")
-LIKELY_STATES = 3  # an unusual shape is first tried with the states of the 3 best plans
+# an unusual shape is first tried with the states of this many best plans (see price_unusual)
+LIKELY_STATES = 3
 shape_of = operator.attrgetter(
     *("tp", "pp", "pp_chunks", "sp", "ring", "micro_batch", "head_groups", "recompute", "chunk")
 )
@@ -1271,7 +1294,8 @@ def shapes(c, model, hardware, exhaustive=False):
         overlap=c.overlaps,
         tp_mode=c.tp_mode,
     )
-    # the search compares shapes by lower bounds of their seconds. Kept casts are faster
+    # the search compares shapes by lower bounds of their seconds. So a shape has the faster choice
+    # here, which is to keep casts
     found = choose(c, [start], SHAPE, exhaustive)
     return [replace(plan, keeps_casts=c.products == "fp8") for plan in found]
 
@@ -1350,14 +1374,19 @@ def fit(c, plan, hardware, saved=None):
     save. They are subtracted, and the seconds are then without states."""
     est, n = hardware.est, plan.reached_layers
     lost = 0.0
+
+    def counted(plan):
+        plan = with_bytes(plan)
+        if not saved:
+            return plan
+        return replace(plan, memory=plan.memory | {"other states save": -saved})
+
     if plan.recompute == "auto":  # at first, layers keep their inputs only
         inputs_only = ActivationPlan(
             n, plan.chunks, resident=n, kept_chunks=0, layers_recomputing_attention=n
         )
         plan = replace(plan, activations=inputs_only)
-    plan = with_bytes(plan)
-    if saved:
-        plan.memory["other states save"] = -saved
+    plan = counted(plan)
 
     if plan.recompute == "auto" and c.recompute == "auto":
         # The activation plan is for one micro-batch through one virtual stage. At most `passes` of
@@ -1377,9 +1406,7 @@ def fit(c, plan, hardware, saved=None):
             c.alpha,
             streaming_seconds(est, plan),
         )
-        plan = with_bytes(replace(plan, activations=activations))
-        if saved:
-            plan.memory["other states save"] = -saved
+        plan = counted(replace(plan, activations=activations))
 
     fits = lost < math.inf and worst_ratio(plan, hardware) <= 1 + 1e-9
     if not fits:
@@ -1434,15 +1461,15 @@ def plan_traffic(plan):
     counts = param_counts(model)
     micro_batches = plan.micro_batches
 
-    for kind, op, ranks, inner, earlier, last in plan.collectives:
+    for row in plan.collectives:
         # frozen parameters are only gathered
-        params = sum(counts) if kind == "param_gather" else counts.trained
-        nbytes = params * e * (1 / inner - 1 / ranks)  # of all shards together
-        times = (micro_batches - 1 if earlier else 0) + (1 if last else 0)
+        params = sum(counts) if row.stream == "param_gather" else counts.trained
+        nbytes = params * e * (1 / row.inner - 1 / row.ranks)  # of all shards together
+        times = (micro_batches - 1 if row.in_earlier else 0) + (1 if row.in_last else 0)
         # gathers run in forward and in backward; an all-reduce reduces, then gathers
-        if kind == "param_gather" or op == "all_reduce":
+        if row.stream == "param_gather" or row.op == "all_reduce":
             times *= 2
-        yield Traffic(kind, ranks, inner, times * nbytes)
+        yield Traffic(row.stream, row.ranks, row.inner, times * nbytes)
 
     q, kv = plan.q_kv_widths
     tokens = plan.tokens * model.layers * micro_batches
@@ -1508,8 +1535,8 @@ def place_nodes(leaves, communications, per_node):
 def parse_leaf(text, num_nodes):
     """Return {name of a node: name of its leaf}, in the given order, from the value of --leaf.
 
-    The value is a number of nodes per leaf, or a file with a line `node leaf` for each node, where
-    # begins a comment. Raises ValueError.
+    The value is a number of nodes per leaf, or a file with a line `node leaf` for each node. In the
+    file, a comment begins with #. Raises ValueError.
     """
     try:
         if text.isdecimal() and int(text):
@@ -1976,8 +2003,8 @@ def changes_that_fit(asked, hardware):
             text = f"{flag_name(name)} {in_size(value)} instead of {in_size(now)}"
             changes[text] = abs(math.log(value / max(1, now)))
 
-    # Set one flag back to auto, or take a smaller batch. (A step of one micro-batch needs no sums
-    # of gradients in float32.)
+    # set one flag back to auto, or take a smaller batch. A smaller batch can save memory, because a
+    # step of one micro-batch does not accumulate gradients in float32
     smaller = [("batch", n, abs(math.log(n / batch))) for n in divisors(ranks) if n < batch]
     as_auto = [(name, None, 0.0) for name in ("micro_batch", "head_groups", "chunk")]
     modes = [("tp_mode", mode, 0.0) for mode in ("mtp", "fsp")] if asked.tp != 1 else []

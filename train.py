@@ -25,11 +25,11 @@ For example, `python train.py --device cpu --seq 64 --batch 4 --steps 4` prints 
     saved out/step-00000004
     Open out/loss.png for the losses of all steps. out/log.jsonl lists them
     To read what the model writes: python sample.py out
-    To train on: python train.py --out out --resume --steps 8
+    To continue the training: python train.py --out out --resume --steps 8
 
-FLOPs "causal" count the half of attention's query-key pairs that a causal mask keeps, and "full"
-counts all pairs. `planner.choices` makes the plan line, and on a GPU `print_plan` explains it. A
-step's line has its mean loss, the gradient's global norm before clipping, the learning rate, the
+On a GPU `print_plan` also prints why the planner chose this plan. The lines of the model and of the
+steps count FLOPs in two ways: "causal" counts the half of attention's query-key pairs that a causal
+mask keeps, "full" counts all pairs. A step's line has its mean loss, the gradient's global norm before clipping, the learning rate, the
 tokens per GPU per second (TGS), the seconds of the step, and the time left. OUT/log.jsonl has the
 same numbers and more, one row per step.
 
@@ -48,9 +48,9 @@ The order of the file is the order of a command:
 
 Legend: there are pp * dp * sp * tp ranks: pp stages of a pipeline, dp data-parallel groups, sp
 ranks that share a sequence, tp ranks that share each layer's matrices. M micro-batches per step and
-rank, B sequences per micro-batch, b = M * B sequences per rank, T tokens per sequence, T/sp of them
-on a rank, and n of these between matrix products: T/sp, or T/sp/tp if the tensor-parallel mode
-splits tokens.
+rank, B sequences per micro-batch, b = M * B sequences per rank, T tokens per sequence, of which
+attention of a rank gets T/sp. Outside of attention and matrix products (embedding, norms, residual
+stream, loss) a rank has n of these: n = T/sp, or T/sp/tp if the tensor-parallel mode splits tokens.
 
 Left out: generation, which is sample.py's work.
 """
@@ -183,9 +183,10 @@ WARMUP_LIMITS = 20, 500
 class Config(Constraints):
     """All flags of train.py: the fields below, and the Constraints that restrict the planner.
 
-    None stands for `auto`. It stays None after the planner has chosen, so that a resumed run on
-    another number of ranks chooses again. The exceptions are model, seq, batch, lr and
-    document_token. They define the run: they get their values once, and a resumed run keeps them.
+    A flag that is `auto` has the value None, or "auto" if it takes words. It keeps this value after
+    `configure` has chosen, so that a resumed run on another number of ranks chooses again. The
+    exceptions are model, seq, batch, lr and document_token. They define the run: they get their
+    values once, and a resumed run keeps them.
     """
 
     # fmt: off
@@ -322,7 +323,7 @@ NOT_INHERITED = {"resume", "out", "export", "dry_run", "stop_after"}
 
 
 def duration(text: str) -> int:
-    """Return the seconds of a --stop-after. Example: 3h55m is 14100. Raises ValueError."""
+    """Return the time of --stop-after in seconds. Example: 3h55m is 14100. Raises ValueError."""
     in_units = re.fullmatch("([0-9]+d)?([0-9]+h)?([0-9]+m)?([0-9]+s)?", text)
     total = 0
     if re.fullmatch("[0-9]{1,12}", text):
@@ -350,8 +351,9 @@ def resumed_flags(command_flags: dict, old: dict) -> Config:
     if `old`, the flags in meta.json, is not valid, if --init names other weights than those that
     the run began with, or if the command changes --untie.
     """
-    inherited = flags_of(Config).keys() & old.keys() - NOT_INHERITED
-    flags = {name: old[name] for name in inherited}
+    flags = {
+        name: old[name] for name in flags_of(Config) if name in old and name not in NOT_INHERITED
+    }
     try:
         Config(**flags)
     except Exception as e:  # a file may hold anything
@@ -368,9 +370,9 @@ def resumed_flags(command_flags: dict, old: dict) -> Config:
         )
     old_untie = old.get("untie", False)
     if command_flags.get("untie", old_untie) != old_untie:
-        given, began = ("--no-untie", "with") if old_untie else ("--untie", "without")
+        asked, began = ("--no-untie", "with") if old_untie else ("--untie", "without")
         raise ValueError(
-            f"{given}: --untie cannot change on resume, and the run began {began} it. Drop {given}"
+            f"{asked}: --untie cannot change on resume, and the run began {began} it. Drop {asked}"
         )
 
     flags |= command_flags
@@ -388,7 +390,8 @@ warnings.filterwarnings("ignore", "Attempting to run cuBLAS")
 
 
 class Coordinates(NamedTuple):
-    """Where a rank stands. From rank to rank tp_rank changes fastest, then sp_rank, then data_rank.
+    """Where a rank stands. From rank to rank tp_rank changes fastest, then sp_rank, then data_rank,
+    and the stage changes last.
 
     Example: pp = 1, dp = 2, sp = 2, tp = 1. Rank 1 has data_rank 0 and sp_rank 1, and rank 2 has
     data_rank 1 and sp_rank 0.
@@ -443,7 +446,7 @@ def choose_device(cfg: Config, local_rank: int) -> torch.device:
     """Return this process's device, and make it the current one if it is a GPU. Raises ValueError
     if this process has no GPU, if it falls back to a CPU that would take hours per step, or if
     PyTorch is too old."""
-    if torch.__version__ < "2.11":
+    if torch.__version__ < "2.11":  # a TorchVersion, which compares numbers: 2.9 is smaller
         raise ValueError(f"torch {torch.__version__} is too old: train.py needs at least 2.11")
     gpus = torch.cuda.device_count()
     if cfg.device == "auto" and not gpus and (cfg.seq or 0) > LONGEST_ON_CPU:
@@ -460,11 +463,39 @@ def choose_device(cfg: Config, local_rank: int) -> torch.device:
             f"{local_rank} has none. {advice} --device cpu"
         )
     if cfg.pp != 1:
-        use_more_queues()
+        use_more_queues()  # `main` has not done so if a resumed run inherits --pp
     device = torch.device("cuda", local_rank)
     torch.cuda.set_device(device)
     use_expandable_segments()
     return device
+
+
+def extend_positions(
+    cfg: Config, model: ModelConfig, source: dict, resumed: checkpoint.Checkpoint | None
+) -> ModelConfig:
+    """Return the model with --rope-scaling, and with as many positions as the run needs.
+
+    max_positions is the number of positions that the model supports. An export writes it into
+    config.json. source: config.json of the imported model, or {}. Raises ValueError, also if the
+    checkpoint to resume is of another model.
+    """
+    model = hf.with_rope(cfg.rope_scaling, model)
+    kind, _, _ = cfg.rope_scaling.partition(":")
+    if resumed:
+        may_differ = {"max_positions"}
+        if kind == "theta":
+            may_differ.add("rope_theta")
+        elif kind:
+            may_differ.add("rope_scaling")
+        checkpoint.check_same_model(resumed, model, may_differ)
+        needed = resumed.meta["model"]["max_positions"]  # the run may have had a longer --seq
+    elif source and kind != "theta":
+        needed = 0  # an imported model supports more positions only if --rope-scaling says so
+    elif rope_kind(model.rope_scaling) == "yarn":
+        needed = 0  # YaRN's length is its factor times the original length, and an export says so
+    else:
+        needed = cfg.seq
+    return replace(model, max_positions=max(model.max_positions, needed))
 
 
 def choose_model(cfg: Config, device: torch.device, resumed: checkpoint.Checkpoint | None) -> tuple:
@@ -491,7 +522,7 @@ def choose_model(cfg: Config, device: torch.device, resumed: checkpoint.Checkpoi
         name = "tiny" if device.type == "cpu" else "7b"
     if cfg.untie and not source:
         raise ValueError(
-            "--untie: it is for models that --init hf:DIR imports. Drop --untie, or name an import"
+            "--untie: it is for models that --init hf:DIR imports. Drop --untie, or pass --init"
         )
     own_weights = ARCHITECTURES[cfg.architecture].model.own_weights
     if name == "auto" and cfg.architecture != "llama" and not own_weights:
@@ -508,7 +539,7 @@ def choose_model(cfg: Config, device: torch.device, resumed: checkpoint.Checkpoi
         model = imported
     model = replace(model, architecture=cfg.architecture)
 
-    default_lrs = {"tiny": 3e-3, "160m": 6e-4, "auto": 2e-5}
+    default_lrs = {"tiny": 3e-3, "160m": 6e-4, "auto": 2e-5}  # "auto": an imported model
     cfg = replace(
         cfg,
         model=name,
@@ -523,25 +554,7 @@ def choose_model(cfg: Config, device: torch.device, resumed: checkpoint.Checkpoi
             f"tokens, which train.py does not support. Take at most --seq {window}"
         )
 
-    # max_positions: how many positions the model supports, as its config.json says. It becomes at
-    # least `reach`
-    model = hf.with_rope(cfg.rope_scaling, model)
-    kind, _, _ = cfg.rope_scaling.partition(":")
-    if resumed:
-        may_differ = {"max_positions"}
-        if kind == "theta":
-            may_differ.add("rope_theta")
-        elif kind:
-            may_differ.add("rope_scaling")
-        checkpoint.check_same_model(resumed, model, may_differ)
-        reach = resumed.meta["model"]["max_positions"]  # the run may have had a longer --seq
-    elif source and kind != "theta":
-        reach = 0  # an import reaches further only if --rope-scaling says so
-    elif rope_kind(model.rope_scaling) == "yarn":
-        reach = 0  # YaRN's length is its factor times the original length, and an export says so
-    else:
-        reach = cfg.seq
-    model = replace(model, max_positions=max(model.max_positions, reach))
+    model = extend_positions(cfg, model, source, resumed)
     if cfg.steps > 0 and param_counts(model).trained == 0:
         raise ValueError(
             f"--steps {cfg.steps}: all weights of the model are frozen, so a step would change "
@@ -629,10 +642,11 @@ def lay_out_schedule(cfg: Config, resumed: checkpoint.Checkpoint | None) -> dict
             remedies.append(f"at most --decay-steps {steps - earliest}")
         if warmup > start_step and steps - decay >= start_step:
             remedies.append(f"at most --warmup {steps - decay}")
+        advice = ", ".join([*remedies, "or more --steps"]) if remedies else "more --steps"
         raise ValueError(
             f"--decay-steps: a decay of {decay} steps that ends with step {steps} would begin at "
             f"step {steps - decay}, which is before step {earliest}, the end of the warm-up or the "
-            f"start of this command. Choose {', '.join([*remedies, 'or more --steps'])}"
+            f"start of this command. Choose {advice}"
         )
     return {"warmup_steps": warmup, "schedule_steps": steps}
 
@@ -688,7 +702,7 @@ def open_data(cfg: Config, model: ModelConfig) -> tuple:
 
     ahead = LLaMA.class_of(model).labels_ahead
 
-    def read():
+    def check_and_split():
         check_tokens(corpora, model.vocab, dist.get_rank(), dist.get_world_size(), with_documents)
         pairs = [
             split(corpus, val_corpus, cfg.seq, cfg.seed, ahead) for corpus, val_corpus in opened
@@ -697,7 +711,7 @@ def open_data(cfg: Config, model: ModelConfig) -> tuple:
         training, validation = (Mixture(sequences, shares) for sequences in zip(*pairs))
         return training, validation, fingerprint(corpora)
 
-    training, validation, data_fingerprint = all_or_none(read)
+    training, validation, data_fingerprint = all_or_none(check_and_split)
     return cfg, training, validation, data_fingerprint
 
 
@@ -775,12 +789,11 @@ def device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
 
 
-def configure(command_flags: dict, local_rank: int) -> Run:
-    """Decide what the flags ask for, and print it. Raises ConfigError. A collective of all ranks.
-
-    command_flags: of `parse`.
-    """
-    # ---- flags
+def choose_flags(
+    command_flags: dict,
+) -> tuple[Config, checkpoint.Checkpoint | None, dict[str, int]]:
+    """Return the flags, the checkpoint to resume (or None), and the steps of the schedule
+    (lay_out_schedule). Raises ConfigError. A collective of all ranks."""
     cfg = all_or_none(lambda: Config(**command_flags))
     may_differ = {"host_memory", "gpu_memory"}  # the smallest value of all ranks counts
     check_same(
@@ -788,9 +801,45 @@ def configure(command_flags: dict, local_rank: int) -> Run:
     )
     resumed = checkpoint.choose_checkpoint(Path(cfg.out), cfg.resume)
     if resumed:
-        old = resumed.meta["config"]
-        cfg = all_or_none(resumed_flags, command_flags, old)
-    schedule = all_or_none(lay_out_schedule, cfg, resumed)
+        cfg = all_or_none(resumed_flags, command_flags, resumed.meta["config"])
+    return cfg, resumed, all_or_none(lay_out_schedule, cfg, resumed)
+
+
+def make_meta(
+    cfg: Config,
+    model: ModelConfig,
+    source: dict,
+    schedule: dict[str, int],
+    training: Mixture,
+    data_fingerprint: str,
+) -> dict:
+    """Return what meta.json of each checkpoint says, beside the step, the samples and the files.
+
+    source: config.json of the imported model, or {}. schedule: from lay_out_schedule.
+    """
+    # All that the losses depend on. On a CPU the number of threads is a part of it, because the
+    # threads share each sum, and so change its rounding
+    config = asdict(cfg) | {
+        "the data": data_fingerprint,
+        "threads": torch.get_num_threads(),
+        **schedule,
+    }
+    return {
+        "config": config,
+        "model": asdict(model),
+        "source": source,
+        "bytes_are_tokens": not cfg.tokenizer and reads_text(training),
+    }
+
+
+def configure(command_flags: dict, local_rank: int) -> Run:
+    """Check the flags, choose device, model, data and plan, and print these choices.
+
+    command_flags: the flags that the command gives, as `parse` returns them. local_rank: this
+    rank's number on its node. Raises ConfigError. A collective of all ranks.
+    """
+    # ---- flags
+    cfg, resumed, schedule = choose_flags(command_flags)
 
     # ---- device
     device = all_or_none(choose_device, cfg, local_rank)
@@ -826,15 +875,8 @@ def configure(command_flags: dict, local_rank: int) -> Run:
     if resumed:
         start_step = resumed.meta["step"]
         # if --seq has changed, a sequence of this run is more or less than one of the old run
-        start_samples = resumed.meta["samples"] * old["seq"] // cfg.seq
+        start_samples = resumed.meta["samples"] * resumed.meta["config"]["seq"] // cfg.seq
 
-    # All that the losses depend on. On a CPU the number of threads is a part of it, because the
-    # threads share each sum, and so change its rounding
-    config = asdict(cfg) | {
-        "the data": data_fingerprint,
-        "threads": torch.get_num_threads(),
-        **schedule,
-    }
     run = Run(
         cfg,
         dist.get_rank(),
@@ -846,12 +888,7 @@ def configure(command_flags: dict, local_rank: int) -> Run:
         validation=validation,
         start_step=start_step,
         start_samples=start_samples,
-        meta={
-            "config": config,
-            "model": asdict(model),
-            "source": source,
-            "bytes_are_tokens": not cfg.tokenizer and reads_text(training),
-        },
+        meta=make_meta(cfg, model, source, schedule, training, data_fingerprint),
         resumed=resumed,
         read_weights=read_weights,
     )
@@ -860,21 +897,15 @@ def configure(command_flags: dict, local_rank: int) -> Run:
 
 
 def float8_in_words(plan: costs.Plan, device: torch.device) -> str:
-    """Say where the products of the layers run in float8 (--products fp8), and where not."""
+    """Return a text that says which products of the layers run in float8 (--products fp8)."""
     left_out = [shape for shape, used in zip(plan.matrices, plan.in_float8) if not used]
-    reasons = {  # -> the shapes that are left out for this reason, each once
-        f"whose sizes are no multiples of {MULTIPLE}": {
-            shape: None for shape in left_out if not fits_tensor_cores(shape)
-        },
-        "which --tp would leave whole": {
-            shape: None for shape in left_out if fits_tensor_cores(shape)
-        },
-    }
-    exceptions = [
-        f"{', '.join(f'{rows} x {cols}' for rows, cols in shapes)}, {reason}"
-        for reason, shapes in reasons.items()
-        if shapes
-    ]
+    shapes_by_reason = {}
+    for rows, cols in dict.fromkeys(left_out):  # each shape once
+        reason = f"whose sizes are no multiples of {MULTIPLE}"
+        if fits_tensor_cores((rows, cols)):
+            reason = "which --tp never splits"
+        shapes_by_reason.setdefault(reason, []).append(f"{rows} x {cols}")
+    exceptions = [f"{', '.join(shapes)}, {why}" for why, shapes in shapes_by_reason.items()]
     text = "--products fp8: the matrix products in the layers run in float8"
     if exceptions:
         text += (
@@ -1128,21 +1159,21 @@ def make_layer_runners(
     if plan.activations is None:
         return [run_blocks for _ in virtual_stages]
     micro_batch_shape = plan.micro_batch, plan.seq // plan.sp
-    return [
-        ChunkedLayers(
+    runners = []
+    for i, layers in enumerate(virtual_stages):
+        with_backward = [layer for layer in layers if layer >= model.forward_only_layers]
+        chunked_layers = ChunkedLayers(
             model,
             micro_batch_shape,
-            plan.activations.for_virtual_stage(
-                sum(layer >= model.forward_only_layers for layer in layers)
-            ),
+            plan.activations.for_virtual_stage(len(with_backward)),
             plan.chunk,
             run.device,
             plan.dtype,
-            max_in_flight(order, i),
-            layers,
-        ).start
-        for i, layers in enumerate(virtual_stages)
-    ]
+            in_flight=max_in_flight(order, i),
+            layers=layers,
+        )
+        runners.append(chunked_layers.start)
+    return runners
 
 
 def cap_gpu(run: Run) -> None:
@@ -1517,15 +1548,15 @@ def evaluate(run: Run, model: LLaMA | Pipeline, stop: "Stop") -> dict:
 
     # (bins, 2): the sum of the losses, and the number of valid labels
     total = torch.zeros(plan.seq.bit_length() + 1, 2, dtype=torch.float64, device=run.device)
-    started = time.perf_counter()
+    batch_began = time.perf_counter()
     for first in range(0, count, sequences_at_once):
         batch = load_batch(run, first, read, sequences_at_once)
         # wait for the previous batch. Otherwise the host would launch all batches ahead of the GPU,
         # and a stop could not cancel them
         if run.device.type == "cuda":
             torch.cuda.current_stream().synchronize()
-        batch_seconds = time.perf_counter() - started
-        started += batch_seconds
+        batch_seconds = time.perf_counter() - batch_began
+        batch_began += batch_seconds
         errors, requests = zip(*gather_objects((batch.read_error, stop.request(batch_seconds))))
         if error := merge_errors([*errors]):
             raise ConfigError(error)
@@ -1601,8 +1632,8 @@ def learning_rate(run: Run, step: int) -> float:
         rate   0.5  1    1    1    1    1    1    0.5  0.29  0.13  0
         done                                 0    1/4  2/4   3/4   1      rate = 1 - sqrt(done)
     """
-    cfg, facts = run.cfg, run.meta["config"]
-    warmup, end = facts["warmup_steps"], facts["schedule_steps"]
+    cfg, recorded = run.cfg, run.meta["config"]
+    warmup, end = recorded["warmup_steps"], recorded["schedule_steps"]
     if step < warmup:
         return cfg.lr * (step + 1) / warmup
 
@@ -1914,6 +1945,68 @@ def begin_save(run: Run, saver: checkpoint.Saver, state: LoopState) -> None:
     state.last_saved_step = state.step
 
 
+def begin_loop(
+    run: Run, model: LLaMA | Pipeline, stop: Stop, signals: StopSignal, log, state: LoopState
+) -> Batch | None:
+    """Load the first batch and return it. If no step is left, only evaluate, and return None.
+
+    Sets the reason to stop if the batch cannot be read, or if the ranks are asked to stop. A
+    collective of all ranks.
+    """
+    cfg, batch = run.cfg, None
+    if state.step < cfg.steps:
+        batch = load_batch(run, state.samples)
+        state.failure = state.stop_reason = first_error(batch.read_error)
+        if state.failure:  # nothing is trained, so there is nothing to save
+            state.last_saved_step = state.step
+        if run.plan.pp > 1:
+            model.warm_up(next(batch.micro_batches()))
+    elif cfg.eval_every > 0:
+        if evaluation := evaluate(run, model, stop):
+            log_row(log, {"step": state.step} | evaluation, f"step {state.step}")
+        state.stop_reason = stop.reason
+
+    trains = state.step < cfg.steps and not state.stop_reason
+    if trains:
+        print_legend(run)
+    signals.begin_training()  # only now, because until here a signal may simply end the run
+    if trains:
+        state.stop_reason = stop.ask_all()
+        if state.stop_reason:  # nothing was trained, so there is nothing to save
+            state.last_saved_step = state.step
+    return batch
+
+
+def save_and_export(run: Run, states: States, saver: checkpoint.Saver, state: LoopState) -> None:
+    """Begin to save the step that is done, and export it if the run goes on. A collective of all
+    ranks."""
+    begin_save(run, saver, state)
+    if run.cfg.export and state.step < run.cfg.steps and not state.stop_reason:
+        # Complete the checkpoint first, also with --save-async. If the run is then killed during
+        # the export, it resumes from this step, and may replace this step's export
+        saver.finish()
+        state.export_failed = export(run, states, state.step, saver.group)
+
+
+def end_loop(run: Run, states: States, stop: Stop, log, state: LoopState) -> str:
+    """Save a last checkpoint unless the last step is saved already, draw loss.png and export.
+    Returns what went wrong, or "". A collective of all ranks."""
+    cfg, saver = run.cfg, stop.saver
+    if state.stop_reason:
+        print0(f"{state.stop_reason}: the run ends after step {state.step}")
+    saver.finish()
+    if cfg.save_every >= 0 and (state.last_saved_step != state.step or saver.failed):
+        begin_save(run, saver, state)
+        saver.finish()
+    close_log(run, log, draw=not stop.reason)
+    if cfg.export and state.step >= cfg.steps and state.skips_in_a_row < MAX_SKIPS:
+        state.export_failed = export(run, states, state.step, saver.group)
+    failure = state.failure or saver.failed or state.export_failed
+    if not failure and state.step > run.start_step:
+        print0(closing_advice(run, state, drawn=not stop.reason))
+    return failure
+
+
 def train(
     run: Run,
     model: LLaMA | Pipeline,
@@ -1933,24 +2026,8 @@ def train(
     log = open_to_append(Path(cfg.out, "log.jsonl")) if run.rank == 0 else open(os.devnull, "a")
     stop = Stop(run, signals, saver, states)
 
-    if state.step < cfg.steps:
-        batch = load_batch(run, state.samples)
-        state.failure = state.stop_reason = first_error(batch.read_error)
-        if run.plan.pp > 1:
-            model.warm_up(next(batch.micro_batches()))
-    elif cfg.eval_every > 0:
-        if evaluation := evaluate(run, model, stop):
-            log_row(log, {"step": state.step} | evaluation, f"step {state.step}")
-        state.stop_reason = stop.reason
-
-    if state.step < cfg.steps and not state.stop_reason:
-        print_legend(run)
+    batch = begin_loop(run, model, stop, signals, log, state)
     progress = start_progress_thread(run, states)
-    signals.begin_training()  # only now, because until here a signal may simply end the run
-    if state.step < cfg.steps and not state.stop_reason:
-        state.stop_reason = stop.ask_all()
-        if state.stop_reason:  # nothing was trained, so there is nothing to save
-            state.last_saved_step = state.step
     while state.step < cfg.steps and not state.stop_reason:
         # schedule: the learning rate of this step, and what happens after it
         lr = learning_rate(run, state.step)
@@ -1977,7 +2054,7 @@ def train(
         # statistics: here the host waits for the step
         row = finish_step(run, stop, step_stats, batch, started, last)
         if not row["finite"]:
-            states.check_uses()
+            states.check_uses()  # a matrix that was not used once per pass makes a step not finite
         row |= {"step": state.step, "lr": lr, "seconds": time.perf_counter() - started}
         progress.end()
         if state.step == run.start_step + 1:
@@ -2006,32 +2083,14 @@ def train(
 
         # save
         if saves:
-            begin_save(run, saver, state)
-            if cfg.export and not last and not state.stop_reason:
-                # Complete the checkpoint first, also with --save-async. If the run is then killed
-                # during the export, it resumes from this step, and may replace this step's export
-                saver.finish()
-                state.export_failed = export(run, states, state.step, saver.group)
+            save_and_export(run, states, saver, state)
         if (evaluates or saves) and not (last or state.stop_reason):
             state.stop_reason = stop.ask_all()  # because evaluating and saving may take minutes
 
-    # end: save a last checkpoint unless the last step is saved already, draw loss.png, export
-    if state.stop_reason:
-        print0(f"{state.stop_reason}: the run ends after step {state.step}")
-    saver.finish()
-    if cfg.save_every >= 0 and (state.last_saved_step != state.step or saver.failed):
-        begin_save(run, saver, state)
-        saver.finish()
-    close_log(run, log, draw=not stop.reason)
-    if cfg.export and state.step >= cfg.steps and state.skips_in_a_row < MAX_SKIPS:
-        state.export_failed = export(run, states, state.step, saver.group)
-    failure = state.failure or saver.failed or state.export_failed
-    if not failure and state.step > run.start_step:
-        print0(next_steps(run, state, drawn=not stop.reason))
-    return failure
+    return end_loop(run, states, stop, log, state)
 
 
-def next_steps(run: Run, state: LoopState, drawn: bool) -> str:
+def closing_advice(run: Run, state: LoopState, drawn: bool) -> str:
     """Return the last lines of a run: what to open, and what to try next. drawn: whether the run
     has drawn its losses."""
     cfg, out = run.cfg, shlex.quote(run.cfg.out)
@@ -2047,7 +2106,7 @@ def next_steps(run: Run, state: LoopState, drawn: bool) -> str:
         if run.plan.ranks > 1:
             command = "the same torchrun command with"
         steps = f" --steps {2 * cfg.steps}" if state.step == cfg.steps else ""
-        lines.append(f"To train on: {command} --resume{steps}")
+        lines.append(f"To continue the training: {command} --resume{steps}")
     return "\n".join(lines)
 
 

@@ -345,9 +345,7 @@ def test_run_names_matrices_that_tensor_parallelism_leaves_whole(tmp_path, capsy
     """
     main(f"--architecture lora --products fp8 --steps 0 --save-every -1 --out {tmp_path}")
     text = capsys.readouterr().out
-    assert (
-        "except for matrices 16 x 192, 192 x 16, which --tp would leave whole: those stay" in text
-    )
+    assert "except for matrices 16 x 192, 192 x 16, which --tp never splits: those stay" in text
 
 
 def test_planner_keeps_casts_where_they_fit():
