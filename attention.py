@@ -12,7 +12,7 @@ To add a kernel, write its two functions and its row (examples/alibi.py does).
 
 Legend:  B sequences   T tokens per sequence   D head width   H query heads   K key/value heads
          sp = R * U    ranks that share a sequence: R ring ranks, each of U ranks that share heads.
-                       (Elsewhere R is the number of all ranks, and the ring has r)
+                       (In other files R is the number of all ranks, and a ring has r ranks)
          G             groups of heads that a rank processes one after the other
          h             heads of one group on one rank (query heads, or key/value heads of k and v)
          o, lse        attention's output, and each query's log-sum-exp of scores
@@ -33,10 +33,11 @@ keys, and returns o_j and lse_j. These results are merged:
 
     o = sum_j exp(lse_j - lse) o_j,    lse = log sum_j exp(lse_j)
 
-Ring rank r has two parts of the sequence, r and 2R - 1 - r of 2R, so that all ranks have the same
-work. In step 0 its queries see its own keys (causal). In step s they see those of rank r - s: all
-queries see the early part (s <= r), or the late queries see both parts (s > r). The docstring of
-`Ring` has a table for R = 4.
+The sequence is cut into 2R parts. Ring rank r has an early one, number r, and a late one, number
+2R - 1 - r. So all ranks have the same work. In step 0 its queries attend to its own keys, with a
+causal mask (the *square*). In step s > 0 they attend to the keys of ring rank r - s (modulo R),
+without a mask (a *rectangle*): if s <= r, all queries attend to that rank's early part; if s > r,
+only the late queries attend, but to both of its parts. `Ring` has a table for R = 4.
 
 LoongTrain (arXiv 2406.18485) combines both: heads inside a node, context across nodes.
 
@@ -54,8 +55,9 @@ the kernel, and "tokens 0" the one after it:
                                             group's is exposed           the return
     ring: k, v              send_kv, shift  the ring's step before       the ring's step
 
-Backward first needs do, which the backward of block.post computes ("post" below). That leaves some
-gradients of weights for later ("weight grads"), because their computation can hide transfers:
+Backward first needs do, which the backward of block.post computes ("post" below). The backward of
+block.post leaves some gradients of weights for later ("weight grads"), because their computation
+can hide transfers:
 
     exchange   | q,k,v,o 0 | do 0         | heads 1  | tokens 0, heads 2 | tokens 1 | tokens 2    |
     compute    | post      | weight grads | kernel 0 | kernel 1          | kernel 2 | weight grad |
@@ -111,6 +113,12 @@ class Rectangle(NamedTuple):
     queries: slice  # of the tokens that this ring rank holds; empty if there is nothing to compute
     keys: slice  # of the tokens of the ring rank whose keys have arrived
 
+    def pairs(self) -> int:
+        """Return the number of query-key pairs."""
+        num_queries = self.queries.stop - self.queries.start
+        num_keys = self.keys.stop - self.keys.start
+        return num_queries * num_keys
+
 
 @dataclass(frozen=True)
 class Documents:
@@ -138,12 +146,10 @@ class Documents:
     def pairs(self) -> int:
         """Return how many query-key pairs attention computes on this ring rank. Attention takes 4 D
         FLOPs per pair and head in forward, and 10 D in backward."""
-        lengths = [cut.stop - cut.start for cut in self.slices()]
-        squares = sum(n * (n + 1) // 2 for n in lengths)
-        rectangles = [r for step in self.rectangles for r in step]
-        return squares + sum(
-            (r.queries.stop - r.queries.start) * (r.keys.stop - r.keys.start) for r in rectangles
-        )
+        lengths = [end - begin for begin, end in itertools.pairwise(self.bounds)]
+        in_squares = sum(n * (n + 1) // 2 for n in lengths)
+        in_rectangles = sum(r.pairs() for step in self.rectangles for r in step)
+        return in_squares + in_rectangles
 
 
 @dataclass(frozen=True)
@@ -156,7 +162,8 @@ class Mask:
     """
 
     causal: bool = True  # False: a rectangle. It may have more keys than queries, or fewer
-    documents: Documents | None = None  # not None: the B sequences are one row of B*T tokens
+    # not None: the B sequences are one row of B*T tokens (B*T/R on a rank of a ring)
+    documents: Documents | None = None
     heads: range | None = None  # which query heads of the model these are
     layer: int | None = None  # which layer of the model this is
 
@@ -200,9 +207,16 @@ def _fa4_forward(q, k, v, mask):
 
 
 def _fa4_backward(do, q, k, v, o, lse, mask):
-    exact = torch.are_deterministic_algorithms_enabled()
     grads = _import("flash_attn.cute.interface")._flash_attn_bwd(
-        q, k, v, o, do, lse, causal=mask.causal, deterministic=exact, **_document_lengths(mask)
+        q,
+        k,
+        v,
+        o,
+        do,
+        lse,
+        causal=mask.causal,
+        deterministic=torch.are_deterministic_algorithms_enabled(),
+        **_document_lengths(mask),
     )
     return grads[:3]
 
@@ -334,10 +348,11 @@ class Kernel:
 
     forward: Callable
     backward: Callable
-    capability: tuple[int, ...]  # major compute capabilities of its GPUs; empty: on a CPU only
+    # major compute capabilities of the GPUs that it runs on; empty: it runs only on a CPU
+    capability: tuple[int, ...]
     module: str = ""  # the Python module that must be importable
     package: str = ""  # what to pip install for it
-    documents: bool = False  # it obeys Mask.documents; each kernel must say so itself
+    documents: bool = False  # True: it obeys Mask.documents
     # True: a score depends on its q and k only, not on the head or the positions. Then the kernel
     # may run on a part of a sequence (a ring), and Hugging Face's model computes the same (export)
     plain: bool = False
@@ -419,8 +434,9 @@ def head_group_counts(heads: int, kv_heads: int, elements: int) -> list[int]:
     heads, kv_heads: H/U and K/U, the heads that a rank computes. elements: the number of elements
     of the rank's q, or of its k if that is larger.
 
-    Example: 8 query heads and 2 key/value heads can make 1, 2, 4 or 8 groups. 2 groups have a
-    key/value head each, and of 4 groups two share a key/value head.
+    Example: 8 query heads and 2 key/value heads can make 1, 2, 4 or 8 groups. With 2 groups, each
+    group has a key/value head. With 4 groups, groups 0 and 1 share the first key/value head, and
+    groups 2 and 3 share the second one.
     """
     return [
         n
@@ -448,7 +464,7 @@ class Exchange:
     group's own all-to-all runs. On GPUs that is NCCL's, which takes some multiprocessors.
     """
 
-    in_use: ClassVar[weakref.WeakSet] = weakref.WeakSet()  # all objects of this class
+    instances: ClassVar[weakref.WeakSet] = weakref.WeakSet()  # all objects of this class
 
     def __init__(
         self,
@@ -465,20 +481,20 @@ class Exchange:
         self.timeout_ms = timeout_ms  # of a barrier
         self.memory = torch.empty(0)  # other ranks write here; not from PyTorch's allocator
         self.handle = None  # gives access to the other ranks' memory; None before map_memory
-        self.in_use.add(self)
+        self.instances.add(self)
 
     @classmethod
     def mapped_bytes(cls) -> int:
         """Return the bytes of this rank that others can write to. PyTorch's allocator does not
         count them."""
-        return sum(exchange.memory.nbytes for exchange in cls.in_use)
+        return sum(exchange.memory.nbytes for exchange in cls.instances)
 
     def allocate_buffers(self, shapes: list[tuple[int, ...]], like: Tensor) -> list[Tensor]:
         """Return tensors of these shapes to receive in. A collective if mapped memory has to grow.
 
-        With peer access, all calls return views of the same memory. So before the next call's
-        all-to-all, the stream must have read the buffers of the last call, or must wait for the
-        stream that reads them.
+        With peer access, all calls return views of the same memory. So the next call's all-to-all
+        overwrites the last call's buffers, and must not start before they have been read. If
+        another stream reads them, such as compute, the exchange's stream must wait for that one.
         """
         if not self.peer_access:
             return [like.new_empty(shape) for shape in shapes]
@@ -644,8 +660,8 @@ class Ulysses:
     def to_tokens(self, g: int, results: list[Tensor], outputs: list[Tensor]) -> Transfer:
         """Launch the transfer of group g's results back to the ranks that hold their tokens.
 
-        results: [o], [dq, dk, dv] or only [dq], each (B, T/R, h, D), or (B*T, h, D) with documents.
-        They become group g's heads of outputs (B, T/sp, heads, D).
+        results: [o], [dq, dk, dv] or only [dq], each (B, T/R, h, D), or with documents
+        (B*T/R, h, D). They become group g's heads of outputs (B, T/sp, heads, D).
         """
         if self.ranks * self.num_groups == 1:
             return Transfer([x.reshape(output.shape) for x, output in zip(results, outputs)])
@@ -836,7 +852,7 @@ class Ring:
                    ring     | k, v 1      | k, v 2      |
 
         backward   compute  | rectangle 1 | rectangle 2                       | square 0           |
-                   ring     | k, v 2      | sum of dk, dv from step 1, for 2  | sum of dk, dv home |
+                   ring     | k, v 2      | sum of dk, dv after rectangle 1   | sum of dk, dv home |
 
     In backward a sum of dk and dv follows each k and v around, one step behind them, and each rank
     adds its part. After R - 1 transfers the sum comes home to the rank whose keys these are. The
@@ -855,7 +871,8 @@ class Ring:
         mean length    4 T     T       T/4     T/16    T/64    T/256
         busiest/mean   1.07    1.28    1.59    1.85    1.69    1.37
 
-    sp: ranks that share a sequence. Each ring has every U-th of them, U = sp/R.
+    sp: ranks that share a sequence. Each ring has every U-th of them, U = sp/R. ranks: R. groups
+    and stream are needed only if R > 1. Making a ring is a collective of all ranks.
     """
 
     def __init__(
@@ -923,16 +940,14 @@ class Ring:
                 kv_transfer = self.shift(kv)  # hidden by this step's rectangle
 
             if mask.documents is None:
-                yield kv, [(slice(None), *step_slices(step, self.rank, kv.shape[2]))]
+                rectangles = [(slice(None), *step_slices(step, self.rank, kv.shape[2]))]
             else:
-                yield (
-                    kv,
-                    [
-                        (slice(i, i + 1), queries, keys)
-                        for i, (queries, keys) in enumerate(mask.documents.rectangles[step - 1])
-                        if queries.start < queries.stop
-                    ],
-                )
+                rectangles = [
+                    (slice(i, i + 1), queries, keys)
+                    for i, (queries, keys) in enumerate(mask.documents.rectangles[step - 1])
+                    if queries.start < queries.stop
+                ]
+            yield kv, rectangles
         self.stream.done_reading(kv)
 
     def attend(
@@ -1079,10 +1094,11 @@ def ring_errors(
         num_heads, num_kv_heads = 2, 1
     else:
         num_heads = num_kv_heads = min(2, heads)
-    part = 64  # tokens; a ring of two cuts a sequence into four parts
+    part_tokens = 64  # a ring of two cuts a sequence into four parts
+    seq = 4 * part_tokens
     rng = torch.Generator().manual_seed(0)
     q, k, v, do = (
-        torch.randn(1, 4 * part, count, head_dim, generator=rng).to(device, dtype)
+        torch.randn(1, seq, count, head_dim, generator=rng).to(device, dtype)
         for count in (num_heads, num_kv_heads, num_kv_heads, num_heads)
     )
     causal = Mask(heads=range(num_heads))
@@ -1091,10 +1107,10 @@ def ring_errors(
 
     ring_results = [torch.zeros_like(t, dtype=accumulation_dtype(dtype)) for t in (q, q, k, v)]
     for ring_rank in (0, 1):
-        own = sequence_positions(4 * part, 2, 2, ring_rank).to(device)
-        other = sequence_positions(4 * part, 2, 2, 1 - ring_rank).to(device)
+        own = sequence_positions(seq, 2, 2, ring_rank).to(device)
+        other = sequence_positions(seq, 2, 2, 1 - ring_rank).to(device)
         # the rectangle: as slices of the ranks' tokens, and as positions in the sequence
-        own_queries, other_keys = step_slices(1, ring_rank, 2 * part)
+        own_queries, other_keys = step_slices(1, ring_rank, seq // 2)
         queries, keys = own[own_queries], other[other_keys]
 
         # forward, as Ring.attend
@@ -1156,11 +1172,12 @@ class Attention:
     that share heads are neighbours, and every U-th rank is in the same ring. With sp = 4, U = 2:
     ranks {0, 1} and {2, 3} share heads, and {0, 2} and {1, 3} are rings.
 
-    lse is (G, B, h, T/R), or (G, h, B*T) with documents.
+    lse is (G, B, h, T/R), or (G, h, B*T/R) with documents.
 
-    head_groups: the smallest number of groups G. There are more if a kernel would get a tensor with
-    more than MAX_ELEMENTS elements. tp_rank: which slice of the model's heads this rank has, in
-    tensor parallelism. Raises ValueError for a ring with a kernel that is not `plain`.
+    kernel: its name in KERNELS. head_groups: the smallest number of groups G. There are more if a
+    kernel would get a tensor with more than MAX_ELEMENTS elements. exchange: among the U ranks that
+    share heads; None if U = 1. ring: None if R = 1. tp_rank: which slice of the model's heads this
+    rank has, in tensor parallelism. Raises ValueError for a ring with a kernel that is not `plain`.
     """
 
     def __init__(
@@ -1195,8 +1212,8 @@ class Attention:
     def of_layer(self, i: int) -> "Attention":
         """Return this attention for layer i. Kernels find the number in `mask.layer`.
 
-        So if layers with local and with global attention alternate in a model, one line of its
-        kernel can choose between them.
+        For example, if layers with local and with global attention alternate in a model, its kernel
+        can choose between them by this number.
         """
         op = copy.copy(self)
         op.mask = replace(self.mask, layer=i)
@@ -1229,12 +1246,13 @@ class Attention:
         return replace(self.mask, heads=range(first, first + h))
 
     def to_kernel_shape(self, arrived: list[Tensor]) -> list[Tensor]:
-        """(B, U, T/sp, h, D) -> (B, T/R, h, D), contiguous; with documents -> (B*T/R, h, D)."""
+        """Return what `Ulysses.to_heads` delivers, (B, U, T/sp, h, D), contiguous and in the shape
+        that kernels take: (B, T/R, h, D), or (B*T/R, h, D) with documents."""
         first = 1 if self.mask.documents is None else 0
         return [x.flatten(first, 2).contiguous() for x in arrived]
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """q (B, T/sp, H, D), k, v (B, T/sp, K, D) -> o like q, lse."""
+        """Compute o, which is like q, and lse from q (B, T/sp, H, D) and k, v (B, T/sp, K, D)."""
         ulysses = self.split_heads(q, k)
         inputs = {"q": q, "k": k, "v": v}
         outputs = ulysses.new_outputs(q)
@@ -1286,7 +1304,8 @@ class Attention:
         do_to_heads = ulysses.to_heads(0, {"do": do})
         inputs["do"] = do
 
-        # if results travel, one weight gradient is kept back, to hide the last group's results
+        # if results travel, one weight gradient is left for the end: it hides the last group's
+        # results
         num_kept = 1 if ulysses.ranks > 1 else 0
         while len(pending_weight_grads) > num_kept:
             pending_weight_grads.pop(0)()  # hides the first group's do

@@ -4,17 +4,18 @@
         rank-00000-0.safetensors     what rank 0 saves: its parts of the states, as flat tensors. A
         rank-00000-1.safetensors     file takes up to 4 GiB, and says where its parts belong
         ...
-        meta.json                    written last: step, samples seen, model, flags, data; the size
-                                     and the checksum of each file, and its own checksum
+        meta.json                    written last: the step, the samples seen, the model, the flags
+                                     and the data of the run; the size and the checksum of each
+                                     file; and its own checksum
     OUT/log.jsonl                    one line per step
     OUT/lock                         held by the run that writes here
 
 A checkpoint holds the optimizer states of each weight, and the number of updates. With AdamW the
 states are the float32 `master` weight, `exp_avg` and `exp_avg_sq`. It holds no bf16 weights and no
 gradients. A resume makes the bf16 weights again by rounding the master weights
-(States.restore_weights, StatePart.write). Forward passes use the bf16 weights, an export the master
-weights. A frozen weight is the exception. It has one state, `frozen`, which is the weight itself,
-in the dtype in which the run holds it.
+(States.restore_weights, StatePart.write). An export reads the master weights. A frozen weight is
+the exception. It has one state, `frozen`, which is the weight itself, in the dtype in which the run
+holds it.
 
 Another number of ranks can read it. A part is the elements [start, start + count) of a state's flat
 tensor. A rank that resumes, under any factors, finds in all files the parts that overlap with its
@@ -38,8 +39,8 @@ of each file, and nothing that is read can run code.
     load_checkpoint(states, saved)               read this rank's parts
     saver = Saver(out, keep, states)             saver.begin(meta), saver.finish()
 
-    saved = choose_in_one_process(folder)        the same without ranks, as sample.py reads
-    read = open_weights(saved)                   read(name) -> a whole weight
+    saved = choose_in_one_process(folder)        the same without ranks, for sample.py
+    read = open_weights(saved, shapes)           read(name) -> a whole weight
 
 Left out: checkpoints in several places. hf.py reads and writes Hugging Face's folders.
 """
@@ -204,8 +205,7 @@ def check_meta(meta: dict) -> None:
     """Raise ValueError unless the numbers that a resumed run computes with are in their ranges, and
     the files have names such as write_states gives them."""
 
-    def check_number(numbers: dict, name: str, low: int) -> None:
-        value = numbers[name]
+    def check_number(name: str, value: object, low: int) -> None:
         if type(value) is not int or not low <= value < 2**63:
             raise ValueError(
                 f"{name} in meta.json is {value!r}; it must be a whole number of at least {low}"
@@ -215,17 +215,17 @@ def check_meta(meta: dict) -> None:
         if type(meta[name]) is not dict:
             raise ValueError(f"{name} in meta.json is {meta[name]!r}; it must be a dict")
     for name in ("step", "samples"):
-        check_number(meta, name, 0)
+        check_number(name, meta[name], 0)
     for name, low in (("seq", 1), ("batch", 1), ("schedule_steps", 0), ("warmup_steps", 0)):
-        check_number(meta["config"], name, low)
-    check_number(meta["model"], "max_positions", 1)
+        check_number(name, meta["config"][name], low)
+    check_number("max_positions", meta["model"]["max_positions"], 1)
     if not meta["files"]:
         raise ValueError("meta.json names no files")
     for name, (size, crc32) in meta["files"].items():
         if not re.fullmatch(r"rank-\d{5}-\d+\.safetensors", name):
             raise ValueError(f"meta.json names a file {name!r}, which no checkpoint has")
-        check_number({"the size of a file": size}, "the size of a file", 0)
-        check_number({"a file's crc32": crc32}, "a file's crc32", 0)
+        check_number("the size of a file", size, 0)
+        check_number("a file's crc32", crc32, 0)
 
 
 @dataclass(frozen=True)
@@ -317,7 +317,9 @@ def check_cover(name: str, state: SavedState) -> None:
         whole_too = None in state.parts
         overlap = any(overlaps(one, two) for one, two in itertools.combinations(slices, 2))
         if whole_too or overlap or sum(areas) != size:
-            raise ValueError(f"the parts of {name} that ranks share do not make the whole")
+            raise ValueError(
+                f"the tensor-parallel slices of {name} overlap, or do not make the whole tensor"
+            )
 
     for tp_slice, parts in state.parts.items():
         end = 0  # elements before this one are covered
@@ -449,9 +451,10 @@ def open_weights(
     """Check that a checkpoint has exactly the weights of a model. Return read(name) -> the whole
     weight in float32, on the CPU.
 
-    A weight is read when read() is called. shapes: of LLaMA.shapes. state_name: the state that
-    holds a weight that trains, Optimizer.exported for what an export would write. Both functions
-    raise ValueError, read() also for values that are not finite.
+    A weight is read from the files when read() is called. shapes: LLaMA.shapes. state_name: which
+    state of a trained weight to return; Optimizer.exported is the one that an export writes. Raises
+    ValueError if the weights differ from the model's. read() raises ValueError if a value is not
+    finite.
     """
     states = open_parts(saved)
     weights = {}
@@ -503,7 +506,7 @@ class Saver:
     With `room` (--save-async), the states are first copied to host memory, and a thread writes the
     files while training goes on. Without it, training waits for the files.
 
-        begin(meta)     finish the save before; copy the states, and start to write them
+        begin(meta)     finish the previous save; copy the states, and start to write them
         writing         whether this rank's thread is still at work
         finish()        wait for the files of all ranks, and give the checkpoint its name
 
@@ -536,8 +539,8 @@ class Saver:
         size = buffer_bytes(tensors)
         if size > self.room:
             raise MemoryError(
-                f"--save-async: copies take {in_unit(size)} of host memory "
-                f"per rank, {in_unit(self.room)} are left; --no-save-async"
+                f"--save-async: copies take {in_unit(size)} of host memory per rank, but only "
+                f"{in_unit(self.room)} are left. Use --no-save-async, or raise --host-memory"
             )
         on_gpu = self.states.device.type == "cuda"
         (buffer,) = pin_host_buffers([size], pin=on_gpu)
@@ -563,13 +566,13 @@ class Saver:
                 copied[name] = replace(parts[name], stored=copy, weight=None)
             parts = copied
         self.job = self.thread.submit(write_states, self.folder, parts)
-        self.job.add_done_callback(lambda _: self.take_time())
+        self.job.add_done_callback(lambda _: self.set_seconds())
         if self.room is None:
             self.finish()
-            self.take_time()  # once more, because finish has waited for the slowest rank
+            self.set_seconds()  # once more, because finish has waited for the slowest rank
 
-    def take_time(self) -> None:
-        """Set the seconds of the last save to the time since it began."""
+    def set_seconds(self) -> None:
+        """Set `seconds` to the time since the last save began."""
         self.seconds = time.perf_counter() - self.began
 
     def finish(self) -> None:
@@ -585,7 +588,8 @@ class Saver:
             on_rank_0(self.complete, files_of_ranks, group=self.group)
             self.failed = ""
         except ConfigError as e:
-            on_rank_0(shutil.rmtree, self.folder, True, group=self.group)
+            ignore_errors = True
+            on_rank_0(shutil.rmtree, self.folder, ignore_errors, group=self.group)
             self.failed = f"step {self.meta['step']} was not saved: {self.folder}: {e}"
             print0(self.failed)
         self.job = None
@@ -644,8 +648,8 @@ def find_checkpoint(out: Path, resume: str, passed_over: Sequence[Path] = ()) ->
 
 def choose_checkpoint(out: Path, resume: str) -> Checkpoint | None:
     """Return the checkpoint that find_checkpoint finds on rank 0, after all ranks have compared the
-    checksums of its files. "latest" and "auto" skip one whose checksums differ. A collective of all
-    ranks. Raises ConfigError on all ranks."""
+    checksums of its files; or None to start anew. "latest" and "auto" skip a checkpoint whose
+    checksums differ. A collective of all ranks. Raises ConfigError on all ranks."""
     passed_over = []
     while True:
         # only rank 0 chooses, because other nodes may see an old listing of a shared folder for a
@@ -791,7 +795,7 @@ def check_shared(out: Path) -> None:
     lock = out / "lock"
 
     def read() -> str:
-        return regular(lock).read_text().strip() if lock.exists() else "another"
+        return regular(lock).read_text().strip() if lock.exists() else "missing"
 
     what = f"the lock of --out {out}, which must be on storage that all nodes share,"
     check_same({what: all_or_none(read)})

@@ -17,14 +17,14 @@ over K, and element (m, n) is multiplied by the scales of row m of A and row n o
     da = dy W   dy (N, rows)     W^T (cols, rows)   in float32        (N, cols)
     dW = dy^T a dy^T (rows, N)   a^T (cols, N)      in float32        (rows, cols)
 
-"fast" means that tensor cores add up with fewer bits than float32 has. Example: y[5, 7] is the sum
-over k of a8[5, k] W8[7, k], times scale_a[5] * scale_W[7].
+"fast" means that tensor cores add up with fewer bits than float32 has. Example: if a8 and W8 are
+the float8 values, y[5, 7] is the sum over k of a8[5, k] W8[7, k], times scale_a[5] * scale_W[7].
 
 What a result depends on. A row of a, and a row of dy, is one token. So y and da of a token do not
 depend on the other tokens: chunks, swapping and recomputation change nothing. A row of dy^T is one
 feature, and its scale depends on all tokens of the product. So dW depends on which tokens one
-product has: on the chunk size, on the micro-batch, and on sp. If tensor-parallel ranks share a
-row, they agree on its scale first (an all-reduce of maxima). Then dW does not depend on tp.
+product has: on the chunk size, on the micro-batch, and on sp. If several tensor-parallel ranks hold
+parts of a row, they agree on its scale first (an all-reduce of maxima). So no scale depends on tp.
 
 What stays in the model's dtype: embedding, head and loss; attention; norms and the residual stream;
 gathers of parameters and reductions of gradients; a matrix whose sizes are no multiples of 16,
@@ -32,14 +32,16 @@ which tensor cores need; a matrix with cut="whole" (a gate, or one matrix of eac
 several products add up to dW, each is rounded to bf16, and the sum is kept in float32.
 
 How an operand is cast on a GPU. The rows of `a` are cast by the kernel that computes a (a norm,
-SwiGLU): torch.compile fuses the two. W and the operands of backward are cast by two kernels of
-fp8_kernels.py. The first finds the largest values, and the second writes the rows, and the
-transposed matrix with the rows of dy^T, a^T or W^T.
+SwiGLU): torch.compile fuses the two. The rows of W are cast by a compiled kernel (cast_rows). W^T
+and the operands of backward are cast by two kernels of fp8_kernels.py. The first finds the largest
+values, and the second writes the rows of dy, and the rows of the transposed matrix: of dy^T, a^T or
+W^T. If tensor-parallel ranks hold parts of a row, these two kernels also cast the rows of a and W,
+because the ranks agree on the largest values in between.
 
-W changes once per step, but a step may use it in many micro-batches and chunks. Casts of W are kept
-while one layer runs, or until the next update: then they take 2 bytes per parameter, and the
-planner decides whether there is room (costs.Plan.keeps_casts). The largest values of W are always
-kept until the update.
+W changes once per step, but a step may use it in many micro-batches and chunks. By default, casts
+of W are kept while one layer runs. If they are kept until the next update, they take 2 bytes per
+parameter, and the planner decides whether there is room (costs.Plan.keeps_casts). The largest
+values that fp8_kernels.py finds in W are always kept until the update.
 
 On a CPU, or on a GPU without float8, products are emulated: the same numbers are rounded to float8,
 and they are multiplied in float32, or in float64 if the model is in float64.
@@ -59,7 +61,7 @@ from ops import Matrix, Products, Prologue, accumulation_dtype, add_weight_grad,
 
 E4M3 = torch.float8_e4m3fn
 LARGEST = 448.0  # the largest number of E4M3
-SMALLEST_AMAX = 1e-12  # stands for the largest value of a row of zeros, which has none
+SMALLEST_AMAX = 1e-12  # a smaller largest value counts as this: a row of zeros is not divided by 0
 MULTIPLE = 16  # tensor cores need rows and columns that are multiples of this number
 
 
@@ -171,17 +173,17 @@ def add_into(out: Tensor, dw: Tensor) -> None:
 
 
 def weight_grad_into(
-    dy: Cast, x: Cast, dtype: torch.dtype, out: Tensor | None, beta: int
+    dy_t: Cast, x_t: Cast, dtype: torch.dtype, out: Tensor | None, beta: int
 ) -> Tensor:
-    """Write beta * out + dy^T x into out (rows, cols), and return it. It takes the place of
-    ops.weight_grad_into. dy: a cast of dy^T (rows, N). x: a cast of x^T (cols, N).
+    """Write beta * out + dy^T x into out (rows, cols), and return it. This is ops.weight_grad_into
+    for float8, with transposed operands: casts of dy^T (rows, N) and of x^T (cols, N).
 
     The product itself has `dtype`. The sum has out's dtype: float32 if several products add up,
     unless --grad-sums dtype is set.
     """
     if out is None or (beta == 0 and out.dtype == dtype):
-        return product(dy, x, dtype, out=out)
-    dw = product(dy, x, dtype)
+        return product(dy_t, x_t, dtype, out=out)
+    dw = product(dy_t, x_t, dtype)
     if beta:
         add_into(out, dw)
     else:
@@ -195,13 +197,14 @@ def weight_grad_into(
 class Float8Products(Products):
     """The three products of a projection in float8.
 
+    layer_of: the number of the layer to which each matrix belongs.
+
     group: the tensor-parallel ranks that share rows, None if there are none. If a matrix is cut by
     columns, each rank has a part of each row of a and of W. If it is cut by rows, each has a part
     of each row of dy and of W^T.
 
-    keeps_casts: keep the casts of all weights until the next update. If not, they are kept while
-    the same layer runs: chunks, and recomputation, use them again. `layer_of` says which layer a
-    matrix belongs to.
+    keeps_casts: keep the casts of all weights until the next update. If it is False, the casts are
+    kept only while the same layer runs: its token chunks and its recomputation use them again.
     """
 
     def __init__(
@@ -214,8 +217,8 @@ class Float8Products(Products):
         self.group = group
         self.keeps_casts = keeps_casts
         self.weight_casts = {}  # (matrix, "rows" or "cols") -> its Cast
-        self.weight_amax = {}  # the same keys -> the largest values, until the next update
-        self.layer = None  # whose casts these are, unless keeps_casts
+        self.weight_amax = {}  # the same keys -> (row_amax, col_amax), until the next update
+        self.layer = None  # the layer whose casts are in weight_casts, unless keeps_casts
 
     def new_weights(self) -> None:
         """Drop the casts of weights, because the weights change. shard.States calls this."""
@@ -223,8 +226,8 @@ class Float8Products(Products):
         self.weight_amax.clear()
 
     def cast_weight(self, matrix: Matrix, w: Tensor, shared: bool, cols: bool = False) -> Cast:
-        """Return the cast of W (rows, cols), or of W^T with `cols`. shared: see
-        `largest_values`."""
+        """Return the cast of W (rows, cols), or of W^T if `cols`. shared: other tensor-parallel
+        ranks hold the rest of the rows that are cast."""
         layer = self.layer_of[matrix]
         if not self.keeps_casts and layer != self.layer:
             self.weight_casts.clear()
@@ -237,16 +240,22 @@ class Float8Products(Products):
             cast = Cast(*cast_rows(w))
         else:
             if key not in self.weight_amax:
-                self.weight_amax[key] = self.largest_values(w, not cols, cols, shared)
-            of_rows, of_cols = cast_both(w, *self.weight_amax[key])
-            cast = of_cols if cols else of_rows
+                self.weight_amax[key] = self.largest_values_of_group(
+                    w, of_rows=not cols, of_cols=cols, shared=shared
+                )
+            rows_cast, cols_cast = cast_both(w, *self.weight_amax[key])
+            cast = cols_cast if cols else rows_cast
         self.weight_casts[key] = cast
         return cast
 
-    def largest_values(self, x: Tensor, of_rows: bool, of_cols: bool, shared: bool = False):
-        """Return what the function largest_values returns. shared: other tensor-parallel ranks have
-        the rest of the rows of x, or of its columns if only these are asked for. A collective of
-        these ranks then."""
+    def largest_values_of_group(
+        self, x: Tensor, of_rows: bool, of_cols: bool, shared: bool
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Return what the function largest_values returns, for whole rows or columns.
+
+        shared: other tensor-parallel ranks hold the rest of x's rows, or, if only of_cols is True,
+        the rest of its columns. Then this is a collective of these ranks, which takes the maximum
+        over them."""
         row_amax, col_amax = largest_values(x, of_rows, of_cols)
         if shared:
             amax = row_amax if of_rows else col_amax
@@ -260,11 +269,14 @@ class Float8Products(Products):
     def forward(self, matrix: Matrix, prologue: Prologue, recomputing: bool, inputs: tuple):
         """See Products.forward."""
         shared = self.shares_rows(matrix, "columns")
+        # the cast of shared rows cannot be fused with the prologue, because the ranks agree on the
+        # largest values before it
         if shared or not uses_tensor_cores(inputs[0]):
             a, *extras = prologue.forward(*inputs)
             dtype, leading = a.dtype, a.shape[:-1]
             a = a.flatten(0, -2)
-            a8, _ = cast_both(a, *self.largest_values(a, True, False, shared))
+            amax = self.largest_values_of_group(a, of_rows=True, of_cols=False, shared=shared)
+            a8, _ = cast_both(a, *amax)
         else:
             dtype = inputs[0].dtype
             values, scale, *extras = prologue_with_cast(prologue)(*inputs)
@@ -280,7 +292,8 @@ class Float8Products(Products):
         trains = not matrix.frozen
         shared = self.shares_rows(matrix, "rows")
         flat = dy.reshape(-1, dy.shape[-1])
-        dy8, dy8_t = cast_both(flat, *self.largest_values(flat, True, trains, shared))
+        amax = self.largest_values_of_group(flat, of_rows=True, of_cols=trains, shared=shared)
+        dy8, dy8_t = cast_both(flat, *amax)
         w = matrix.events.unshard(matrix, backward=True)
         w8_t = self.cast_weight(matrix, w, shared, cols=True)
         da = product(dy8, w8_t, dy.dtype).view(*dy.shape[:-1], -1)
@@ -290,7 +303,7 @@ class Float8Products(Products):
 
         a, *input_grads = prologue.backward(da, *saved)
         a = a.detach().flatten(0, -2)  # it may be a saved tensor, which has a graph
-        _, a8_t = cast_both(a, *self.largest_values(a, False, True))
+        _, a8_t = cast_both(a, *largest_values(a, of_rows=False, of_cols=True))
         compute = functools.partial(weight_grad_into, dy8_t, a8_t, dy.dtype)
         return add_weight_grad(matrix, compute), input_grads
 
@@ -318,13 +331,13 @@ def use_float8(
     group: dist.ProcessGroup | None = None,
     keeps_casts: bool = False,
 ) -> None:
-    """Let the matrices of the model's layers compute their products in float8. Call it when
-    tensor.py has split them. group, keeps_casts: see Float8Products.
+    """Let the matrices of the model's layers compute their products in float8. Call this after
+    tensor.py has split the matrices. group, keeps_casts: see Float8Products.
 
-    Matrices for which can_use_float8 is False stay as they are. Whether a matrix uses float8 does
-    not depend on tp, so that the results do not, either: the planner refuses a tp whose slices of
-    model.Block's matrices are no multiples of 16. Raises ValueError for such a slice of a fork's
-    matrix, which the planner does not know.
+    Matrices for which can_use_float8 is False stay as they are. It looks at the whole matrix, so
+    whether a matrix uses float8 does not depend on tp. But the sizes of each slice must be
+    multiples of 16, too. The planner checks this for the matrices of model.Block. It does not know
+    the matrices that a fork adds, so this function raises ValueError for them.
     """
     layer_of = {
         matrix: i

@@ -59,7 +59,7 @@ import tempfile
 import time
 from bisect import insort
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
@@ -108,25 +108,26 @@ class AddressPlan:
 peak_of = operator.attrgetter("peak")
 
 
-def as_rows(buffers: Iterable[Lifetime]) -> np.ndarray:
+def as_rows(buffers: Sequence[Lifetime]) -> np.ndarray:
     """Return the buffers as an array (n, 3) of start, end and size.
 
-    Raises ValueError for a buffer that is never alive or has no size, and for sizes whose sum does
-    not fit 64 bits."""
+    Raises ValueError for a buffer that is never alive or has no size, and for sizes whose sum is
+    2^60 or more, because sums of them must fit 64 bits."""
     numbers = [b[:3] for b in buffers]
     rows = np.array(numbers, np.int64).reshape(-1, 3)
     start, end, size = rows.T
-    for i in np.flatnonzero((start >= end) | (size <= 0)):
+    wrong = np.flatnonzero((start >= end) | (size <= 0))
+    if len(wrong):
         raise ValueError(
-            f"a buffer's start must be before its end, and its size above 0: {buffers[i]}"
+            f"a buffer's start must be before its end, and its size above 0: {buffers[wrong[0]]}"
         )
     total = size.sum(dtype=float)
     if total >= 2**60:
-        raise ValueError(f"the sizes of all buffers add up to {total:.3g}; the most is 2^60")
+        raise ValueError(f"the sizes of all buffers add up to {total:.3g}; it must be below 2^60")
     return rows
 
 
-def check(buffers: Iterable[Lifetime], offsets: Iterable[int], peak: int) -> None:
+def check(buffers: Sequence[Lifetime], offsets: Sequence[int], peak: int) -> None:
     """Raise ValueError if two buffers that are alive together overlap, or if a buffer leaves
     [0, peak).
 
@@ -296,7 +297,7 @@ def solve_program(rows: np.ndarray, peak: int, deadline: float) -> tuple[np.ndar
     start, end, size = rows.T
     n = len(rows)
     unit = int(np.gcd.reduce(size))
-    unit *= -(-peak // (unit * EXACT_UNITS))
+    unit *= -(-peak // (unit * EXACT_UNITS))  # rounded up, so the peak is at most EXACT_UNITS units
     big = peak // unit
 
     cliques = []
@@ -549,10 +550,10 @@ def main(argv: list[str] | None = None) -> int:
         "trace", type=path, help="CSV file with the columns id,lower,upper,size, and maybe pass"
     )
     parser.add_argument(
-        "--time-limit", type=float, default=60.0, help="most seconds for the plan (default: 60)"
+        "--time-limit", type=float, default=60.0, help="seconds until planning stops (default: 60)"
     )
     parser.add_argument(
-        "--out", type=path, help="CSV file to write: the trace's columns and the offset"
+        "--out", type=path, help="CSV file to write: id,lower,upper,size,pass,offset"
     )
     parser.add_argument("--plot", type=path, help="PNG file to write: addresses over time")
     args = parser.parse_args(argv)

@@ -44,8 +44,8 @@ The model knows neither ranks nor streams. Other files act on it from outside, i
 In backward, offload.py calls a layer's operators itself. It does so inside two context managers,
 ops.recomputation and ops.deferred_weight_grads, which change what the operators do.
 
-This is what happens when layer i runs, in which file and function. First for a layer that runs
-whole, on all of its tokens at a time:
+The next two tables show what happens when layer i runs: file and function on the left, action on
+the right. The first one is for a layer that runs whole, on all of its tokens at a time:
 
     forward    model.LLaMA.run_layers                 x = run_layer(i, x)
                model.run_block                        pre, attention, post
@@ -54,7 +54,7 @@ whole, on all of its tokens at a time:
                      ops._Project.forward             calls ops.Products.forward: n = norm(x)
                        shard.States.unshard(qkv)      if p > 1, launches the gathers of layer
                                                       i + 1; waits for qkv's weight W
-                                                      y = n W^T; autograd saves x and 1 / rms,
+                     ops._Project.forward, continued  y = n W^T; autograd saves x and 1 / rms,
                                                       but neither W nor n
                    ops.split_rotate                   q, k, v
                  attention.Attention.forward          exchanges heads, runs a kernel, exchanges o
@@ -65,7 +65,7 @@ whole, on all of its tokens at a time:
                                                       calls ops.Products.backward
                  shard.States.unshard(down)           if p > 1, waits for W, whose gather was
                                                       launched when layer i + 1 used its qkv
-                                                      da = dy W; computes a = SwiGLU(gate|up)
+               ops._Project.backward, continued       da = dy W; computes a = SwiGLU(gate|up)
                                                       again, with the gradient of gate|up
                  ops.add_weight_grad                  dW = dy^T a, through an event:
                    shard.States.add_grad(down)        computes dW into a buffer
@@ -78,8 +78,8 @@ whole, on all of its tokens at a time:
                ops._SplitRotate.backward              dqkv
                ops._Project.backward(qkv)             dx
 
-If layers run in chunks of tokens, model.layer_runner is offload.ChunkedLayers.start. Autograd then
-sees each layer as one operator, ops.CustomGradient:
+The second table is for layers that run in chunks of tokens. model.layer_runner is then
+offload.ChunkedLayers.start, and autograd sees each layer as one operator, ops.CustomGradient:
 
     forward    offload.ChunkedLayers.forward          pre in chunks, attention, post in chunks;
                                                       then `offload` launches the copy of a
@@ -102,7 +102,8 @@ examples/lora.py freezes all weights except its adapters.
 With ModelConfig.tied, `head` is the same Matrix as `embed`. It appears once among the parameters,
 as embed.weight. An import is tied if its files are; the models in MODELS are not tied.
 
-Left out: dropout, mixture of experts, inference caches, other biases. hf.py reads and writes files.
+Left out: dropout, mixture of experts, inference caches, other biases. (hf.py reads and writes the
+files of Hugging Face.)
 """
 
 import functools
@@ -138,7 +139,12 @@ from ops import (
 
 @dataclass(frozen=True)
 class ModelConfig:
-    vocab: int
+    """The sizes of a model, and how it differs from LLaMA (biases and norms of Qwen, a tied head).
+
+    Letters such as C are those of the legend at the top of this file.
+    """
+
+    vocab: int  # V
     dim: int  # C
     layers: int  # L
     heads: int  # H
@@ -157,7 +163,8 @@ class ModelConfig:
     architecture: str = "llama"  # a row of ARCHITECTURES
 
     def __post_init__(self):
-        """Raise ValueError for sizes that attention or rotary embedding cannot compute.
+        """Raise ValueError for sizes that attention or rotary embedding cannot compute, and for an
+        unknown architecture or rope scaling.
 
         Without this check some sizes give wrong results and no error. For example, if kv_heads does
         not divide heads, attention on the CPU reads the next token's heads.
@@ -180,7 +187,9 @@ class ModelConfig:
             )
         kind = rope_kind(self.rope_scaling)
         if kind not in ("default", *ROPE_KEYS):
-            raise ValueError(f"rope scaling {kind!r} is unknown: {', '.join(ROPE_KEYS)} or none")
+            raise ValueError(
+                f"rope scaling {kind!r} is unknown: {', '.join(ROPE_KEYS)}, or 'default' for none"
+            )
 
 
 # ---------------------------------------------------------------------------- the model
@@ -205,11 +214,12 @@ class Block(nn.Module):
         - With --tp, a rank has only some of the heads, and some of the F features of the MLP. So
           only a matrix product may sum over heads or over features.
 
-    Example 1, a norm at the end of a layer. One vector in __init__, and another last line of post:
+    Example 1, a norm at the end of a layer. One vector in __init__, and two lines in place of the
+    last line of post:
 
         self.last_norm = Vector(cfg.dim, "norm")
         ...
-        y = h + project(self.down, SWIGLU, gate_up)
+        y = h + self.project(self.down, SWIGLU, gate_up)
         return x + rms_norm(y, self.last_norm.weight, self.cfg.norm_eps)
 
     Example 2, GELU instead of SwiGLU (examples/gelu.py). The input a of `down` is gelu(gate) * up
@@ -218,7 +228,8 @@ class Block(nn.Module):
                             gated                       not gated
         a Prologue          GEGLU, written like SWIGLU  GELU, as in Prologue's docstring
         here: gate_up       stays, (2F, C)              Matrix(cfg.ffn, cfg.dim, cut="rows"), (F, C)
-        here: end of post   project(down, GEGLU, ...)   project(down, GELU, ...)
+        here: end of post   self.project(               self.project(
+                              self.down, GEGLU, ...)      self.down, GELU, ...)
         hf.py               "hidden_act": "gelu", in    none: no family that hf.py knows has such a
                             REQUIRED_VALUES and         layer, so imports and exports are refused
                             export_config (only if you edit Block:
@@ -297,7 +308,7 @@ class PlainAttention:
         return o.transpose(1, 2), None
 
     def of_layer(self, i: int) -> "PlainAttention":
-        """Return the attention of layer i. Here all layers have the same."""
+        """Return the attention of layer i. Here it is the same for all layers."""
         return self
 
 
@@ -307,9 +318,9 @@ plain_attention = PlainAttention()
 class LLaMA(nn.Module):
     """The whole model: embedding, layers, final norm, head and loss.
 
-    A tied model has V * C parameters less, and its embedding starts smaller. An untied embedding is
-    normal(0, 1). A tied one is normal(0, 1 / sqrt(C)), as a head is. With standard deviation 1, the
-    first logits would be sqrt(C) times too large, and the first loss far above log(V).
+    A tied model has V * C fewer parameters, and its embedding starts smaller. An untied embedding
+    is normal(0, 1). A tied one is normal(0, 1 / sqrt(C)), as a head is. With standard deviation 1,
+    the first logits would be sqrt(C) times too large, and the first loss far above log(V).
 
     attention: (q, k, v) -> (o, lse). Its method of_layer(i) returns the attention of layer i. If
     forward gets documents, it also needs with_documents(documents), which returns the attention of
@@ -381,11 +392,11 @@ class LLaMA(nn.Module):
         no backward, so the result is 2.
         """
         trained = [name for name in self.shapes if name not in self.frozen_weights]
-        places = [tuple(name.split(".")) for name in trained]
-        # the embedding, or another weight, which a fork's embed_tokens may use
-        if any(path[0] not in ("blocks", "norm", "head") for path in places):
+        paths = [name.split(".") for name in trained]
+        # the embedding trains, or another weight, which a fork's embed_tokens may use
+        if any(path[0] not in ("blocks", "norm", "head") for path in paths):
             return 0
-        layers = [int(path[1]) for path in places if path[0] == "blocks"]
+        layers = [int(path[1]) for path in paths if path[0] == "blocks"]
         return min(layers, default=len(self.blocks))
 
     @functools.cached_property
@@ -407,6 +418,7 @@ class LLaMA(nn.Module):
         return full_param(name)
 
     def init_weights(self, seed: int) -> None:
+        """Give each weight its first value (`initial_weight`)."""
         for name, p in self.named_parameters():
             p.data.copy_(initial_weight(name, p.shape, self.weight_init[name], seed, p.device))
 
@@ -422,10 +434,11 @@ class LLaMA(nn.Module):
         """Return the logits (B, T, V), or the loss if there are labels.
 
         The loss is the sum over valid tokens of cross-entropy * scale. With per_token=True it is
-        the cross-entropy of each token (B, T) instead, without gradients: 0 for ignored tokens.
+        the cross-entropy of each token (B, T) instead, without gradients. It is 0 for tokens that
+        are not valid.
 
         tokens (B, T)       integers
-        labels (B, T)       integers; a label that equals IGNORE does not count
+        labels (B, T)       integers; a token is valid if its label is not IGNORE
         scale               0-dim tensor; 1 / (number of valid tokens in this call) by default. If
                             you split a batch, pass 1 / (valid tokens of the whole batch) with each
                             part. Then losses and gradients of the parts add up.
@@ -531,7 +544,7 @@ ARCHITECTURES = {"llama": Architecture(Block)}
 def block_class(cfg: ModelConfig) -> type[Block]:
     """Return the class of a model's layers."""
     if cfg.architecture == "llama":
-        return Block  # as a fork may have replaced it
+        return Block  # not the class in ARCHITECTURES, because tests and forks replace model.Block
     return ARCHITECTURES[cfg.architecture].block
 
 
@@ -572,7 +585,8 @@ def rope_kind(scaling: dict) -> str:
 
 
 # fmt: off
-MODELS = {  #                   V       C     L   H   K   F
+# the positional arguments: V, C, L, H, K, F, and D if it is not 128
+MODELS = {
     "tiny": ModelConfig(256, 192, 4, 6, 6, 512, 32, max_positions=1024),
     "160m": ModelConfig(32000, 768, 12, 12, 12, 3072, 64),
     "1b": ModelConfig(32000, 2048, 24, 16, 16, 5504),
@@ -640,25 +654,25 @@ def flops_per_token(
 ) -> tuple[float, float]:
     """Return model FLOPs per token, forward and backward: (causal, full).
 
-    A parameter costs one multiply-add in forward and two in backward: 6 P FLOPs. A frozen one has
-    no gradient of its own: 4 P. A frozen one that backward does not reach, in the embedding or in
-    the first layers, costs 2 P (LLaMA.forward_only_layers). The embedding is counted although it is
-    a look-up, as is usual. A tied matrix is counted once, for the head.
+    A parameter costs one multiply-add in forward and two in backward, which are 6 FLOPs. A frozen
+    one costs 4, because it has no gradient of its own. A frozen one that backward does not reach,
+    in the embedding or in the first layers, costs 2 (LLaMA.forward_only_layers). The embedding is
+    counted although it is a look-up, as is usual. A tied matrix is counted once, for the head.
 
     For a sequence of s = `seq` tokens, attention multiplies each query with s keys and the scores
     with s values: 4 s H D per layer, and three times that with the backward, if there is one. So
     "full" adds 12 L H D s, the convention of AMSP and Megatron. A causal mask halves the pairs, so
     "causal" adds 6 L H D s (Memo, 5.1). Recomputation is never counted.
 
-    keys_seen replaces s if sequences consist of documents. If token number i of a document attends
-    to i keys, keys_seen is the mean of 2i - 1 over all tokens. For one document of s tokens this
-    mean is s.
+    keys_seen replaces s if sequences consist of documents. It is the mean of 2i - 1 over all
+    tokens, where a token is number i of its document (i = 1, 2, ...), so it attends to i keys. For
+    one document of s tokens this mean is s.
     """
     counts, forward_only_layers = _param_counts(cfg, LLaMA, block_class(cfg))
     products = 6.0 * counts.trained + 4.0 * counts.frozen + 2.0 * counts.forward_only
-    # backward computes twice as much as forward
-    layers = cfg.layers - 2 / 3 * forward_only_layers
-    attention = 6.0 * layers * cfg.heads * cfg.head_dim * (keys_seen or seq)
+    # a layer without backward computes a third: backward computes twice as much as forward
+    equivalent_layers = cfg.layers - 2 / 3 * forward_only_layers
+    attention = 6.0 * equivalent_layers * cfg.heads * cfg.head_dim * (keys_seen or seq)
     return products + attention, products + 2 * attention
 
 
@@ -706,7 +720,8 @@ def rope_frequencies(cfg: ModelConfig, device=None) -> tuple[Tensor, float]:
     if width == 0:
         width = 1e-3
     divide = ((pairs - first) / width).clamp(0, 1)  # 0: as it was, 1: divided
-    # the paper's sqrt(1/t). It multiplies q and k, so the scores are divided by the temperature t
+    # sqrt(1/t) of the YaRN paper, where t is a temperature. It multiplies q and k, so the scores
+    # are divided by t
     attention_factor = scaling.get("attention_factor")
     if not attention_factor:
         attention_factor = 0.1 * math.log(max(scaling["factor"], 1)) + 1

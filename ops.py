@@ -125,15 +125,15 @@ def norm_backward(dn, x, weight, inv_rms):
     Because 1 / rms(x) (..., 1) is saved, this function need not compute it first, in another pass
     over x. So it is one kernel, if there are at least 2 C tokens.
     """
-    unit = x * inv_rms
-    dn = dn.to(unit.dtype)
-    dunit = dn * weight
+    u = x * inv_rms
+    dn = dn.to(u.dtype)
+    du = dn * weight
     # the part of du along u drops out, because a change of x along x itself does not change norm(x)
-    along_unit = (dunit * unit).mean(-1, keepdim=True)
-    dx = inv_rms * (dunit - unit * along_unit)
+    along_u = (du * u).mean(-1, keepdim=True)
+    dx = inv_rms * (du - u * along_u)
     token_dims = tuple(range(x.dim() - 1))
-    dweight = (dn * unit).sum(token_dims)
-    n = unit * weight
+    dweight = (dn * u).sum(token_dims)
+    n = u * weight
     return n.to(x.dtype), dx.to(x.dtype), dweight
 
 
@@ -296,8 +296,8 @@ class Products:
 
         y = a W^T         da = dy W         dW = dy^T a
 
-    These two methods compute them in the model's dtype. fp8.Float8Products computes them in float8.
-    matrix.products says which of the two a matrix uses.
+    `forward` and `backward` compute them in the model's dtype. The subclass fp8.Float8Products
+    computes them in float8. matrix.products says which of the two classes a matrix uses.
     """
 
     def new_weights(self) -> None:
@@ -311,8 +311,8 @@ class Products:
         return F.linear(a, w), extras
 
     def backward(self, matrix: "Matrix", prologue: "Prologue", dy: Tensor, saved: tuple):
-        """Return dW as `add_weight_grad` does, None for a frozen matrix; and the gradients of the
-        prologue's inputs. dy (..., rows). saved: the inputs and the extras."""
+        """Return two values: what `add_weight_grad` returns (None for a frozen matrix), and the
+        gradients of the prologue's inputs. dy (..., rows). saved: the inputs and the extras."""
         da = dy @ matrix.events.unshard(matrix, backward=True)
         if matrix.frozen:
             return None, prologue.grads(da, *saved)
@@ -409,8 +409,8 @@ class Matrix(Weight):
 
     frozen: see Weight. A use of a frozen matrix calls events.unshard in forward and in backward,
     and never events.add_grad. The matrix takes 2/p bytes per parameter in bf16, and is still
-    gathered if p > 1. Nothing is computed or sent for its gradient. So if it is used outside of
-    these functions, no gradient shows the mistake, and nothing stops the run.
+    gathered if p > 1. Nothing is computed or sent for its gradient. So no error stops the run if a
+    frozen matrix is used without `project`, `embedding` or `head_loss`.
 
     A pass uses a matrix once. Only the embedding may be used twice, as embedding and as head
     (model.ModelConfig.tied): shard.py expects two contributions to its gradient.
@@ -441,7 +441,8 @@ class Matrix(Weight):
         if parts_of_columns or sum(self.parts) != rows:
             raise ValueError(
                 f"Matrix({rows}, {cols}, {cut!r}, parts={parts}): parts are numbers of rows. They "
-                f'add up to {rows}, and only cut="rows" takes them; columns are split evenly'
+                f'must add up to {rows}, and cut="columns" takes none, because columns are split '
+                "evenly"
             )
         self.weight = nn.Parameter(torch.empty(rows, cols), requires_grad=not frozen)
 
@@ -468,7 +469,7 @@ class Vector(Weight):
     def __init__(self, dim: int, kind: str, like: Matrix | None = None, frozen: bool = False):
         super().__init__()
         if kind not in self.STARTS:
-            raise ValueError(f"Vector({dim}, {kind!r}): of kind {' or '.join(self.STARTS)}")
+            raise ValueError(f"Vector({dim}, {kind!r}): kind must be {' or '.join(self.STARTS)}")
         self.start = self.STARTS[kind]
         self.like = (like,)  # in a tuple, so that nn.Module does not register it as a child
         self.weight = nn.Parameter(torch.empty(dim), requires_grad=not frozen)
@@ -532,11 +533,11 @@ SWIGLU = Prologue(lambda gate_up: (swiglu_forward(gate_up),), swiglu_backward, s
 class _Project(Function):
     """y = prologue(*inputs) W^T. Autograd saves the inputs and the prologue's extras.
 
-    If the matrix is frozen, backward computes neither dW nor what only dW needs.
+    Autograd does not save a = prologue(*inputs), which backward computes again. Nor does it save W,
+    whose buffer may be refilled before backward. If the matrix is frozen, backward computes neither
+    dW nor what only dW needs.
 
-    It does not save a = prologue(*inputs), which backward computes again. Nor does it save W, whose
-    buffer may be refilled before backward. weight: the parameter. It is an input only so that
-    autograd knows where dW belongs.
+    weight: the parameter. It is an input only so that autograd knows where dW belongs.
     """
 
     @staticmethod
@@ -575,10 +576,10 @@ def project(matrix: Matrix, prologue: Prologue, x: Tensor, *inputs: Tensor) -> T
 def add_weight_grad(matrix: Matrix, compute: Callable) -> Tensor | None:
     """Contribute dW (rows, cols) to the matrix's gradient, now or later.
 
-    compute(out, beta) runs the product, as `weight_grad_into` does with its operands given.
-    matrix.events.add_grad calls it, since it knows the buffer that receives dW. Inside
-    `deferred_weight_grads` all this happens later. Returns what autograd adds to
-    matrix.weight.grad: dW, or None if dW goes elsewhere.
+    compute(out, beta) runs the product, as weight_grad_into(dy, x, out, beta) does.
+    matrix.events.add_grad calls it, because it knows the buffer that receives dW. Inside
+    `deferred_weight_grads`, add_grad is called later, when the caller runs the list. Returns what
+    autograd adds to matrix.weight.grad: dW, or None if dW goes elsewhere or comes later.
     """
     add_grad = functools.partial(matrix.events.add_grad, matrix, compute)
 
@@ -640,8 +641,10 @@ def unread_product(y: Tensor) -> Matrix | None:
     y itself is not needed again. So nobody reads the product, and recomputation skips it. This
     saves 22 % of the FLOPs of a recomputed 7B layer.
 
-    A block declares nothing. This function reads the graph that autograd recorded for y:
+    A block declares nothing. This function reads the graph that autograd recorded for y, and
+    checks four conditions:
 
+        condition                                 reason, or what it means
         1. y is a sum                             other operators may read their inputs in backward
         2. its second term is a product           of `project`, without an operator in between; or
                                                   it is a sum again, whose second term is one
@@ -817,11 +820,12 @@ class _HeadLoss(Function):
     def forward(ctx, x, weight, labels, scale, head, differentiate):
         w = head.events.unshard(head, backward=False)  # (V, C)
         chunk = max(1, LOSS_ELEMENTS // len(w))
+        accum_dtype = accumulation_dtype(x.dtype)
+        dw = None
         if differentiate:
             dx = torch.empty_like(x)
-            dw = None
             if not head.frozen:
-                dw = torch.empty_like(w, dtype=accumulation_dtype(x.dtype))
+                dw = torch.empty_like(w, dtype=accum_dtype)
             ctx.save_for_backward(dx, dw)
             ctx.head = head
         losses = []
@@ -837,6 +841,10 @@ class _HeadLoss(Function):
                     beta = 0 if i == 0 else 1  # the first chunk overwrites dw
                     weight_grad_into(dlogits, x[rows], dw, beta)
             del dlogits  # before the next chunk's are made
+        if not losses:  # a rank without tokens has no chunks
+            losses.append(x.new_empty(0, 1, dtype=accum_dtype))
+            if dw is not None:
+                dw.zero_()
         loss = sum(token_losses.sum() * scale for token_losses in losses)
         losses = torch.cat(losses)
         ctx.mark_non_differentiable(losses)

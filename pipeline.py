@@ -39,7 +39,8 @@ the host does not.
 
     message     launched                             overlaps with      compute waits for it
     sent        after the pass that computes it      the next passes    when its link has launched
-                                                                        two more messages
+                                                                        two more messages, or at the
+                                                                        end of the step
     received    one pass early: before pass i - 1,   pass i - 1         before pass i
                 if pass i needs it
 
@@ -171,8 +172,9 @@ class Link:
     """Messages of one kind, x or dx, between this stage and a neighbour, in order.
 
     A message starts when the compute stream has run everything that the host enqueued before it. It
-    runs on the stream that NCCL has for the link's communicator, or on gloo's threads. After
-    `wait()` the compute stream waits for the message; with gloo, the host waits.
+    runs on the stream that NCCL has for the link's communicator, or on gloo's threads. `wait()` of
+    the dist.Work that `launch` returns makes the compute stream wait for the message. With gloo,
+    the host waits.
     """
 
     def __init__(self, group: dist.ProcessGroup):
@@ -189,11 +191,11 @@ class Link:
         return dist.batch_isend_irecv([message])[0]
 
     def send(self, x: Tensor) -> None:
-        """Launch sending x. At most two messages are being sent at a time, because each one holds
-        its tensor."""
+        """Launch sending x. Then let compute wait until at most this message and the one before it
+        are still being sent, because each one holds its tensor."""
         x = x.contiguous()
         self.sending.append((x, self.launch(dist.isend, x)))
-        self.finish(2)  # for the message before these two, hidden by the passes since then
+        self.finish(2)  # waits for the message before these two; hidden by the passes since then
 
     def finish(self, under_way: int = 0) -> None:
         """Let compute wait until at most `under_way` messages are still being sent."""
@@ -211,10 +213,10 @@ class Links:
     dx_in: Link | None = None  # from the stage after
     dx_out: Link | None = None  # to the stage before
 
-    def incoming(self, forward: bool) -> Link:
+    def incoming(self, forward: bool) -> Link | None:
         return self.x_in if forward else self.dx_in
 
-    def outgoing(self, forward: bool) -> Link:
+    def outgoing(self, forward: bool) -> Link | None:
         return self.x_out if forward else self.dx_out
 
     def finish(self) -> None:
@@ -261,7 +263,7 @@ class Pipeline:
 
     model: LLaMA  # after keep_stage
     virtual_stages: list[range]  # the layers of each virtual stage, from keep_stage
-    # what runs the layers of each virtual stage: model.run_blocks, ChunkedLayers.start ...
+    # the layer_runner of each virtual stage (model.py): model.run_blocks, ChunkedLayers.start ...
     layer_runners: list
     groups: Groups
     order: list[Pass]  # the passes of a step, from pipeline_order
@@ -301,20 +303,18 @@ class Pipeline:
         tokens, *_ = micro_batch
         return torch.empty(*tokens.shape, self.model.cfg.dim, dtype=self.dtype, device=self.device)
 
-    def post_receive(
+    def launch_receive(
         self, needed_by: Pass, micro_batch: tuple
     ) -> tuple[dist.Work, Tensor] | tuple[None, None]:
         """Launch receiving the message that a pass needs. Returns the work to wait for, and the
-        tensor that will hold the message; or (None, None), if the pass needs no message. That is so
-        if it starts from tokens or from the loss, or if it is a backward pass that does nothing
-        (is_forward_only)."""
-        if needed_by.forward:
-            needs_none = self.has_embedding(needed_by.virtual_stage)
-        else:
-            needs_none = self.has_head(needed_by.virtual_stage)
-            needs_none = needs_none or self.is_forward_only(needed_by.virtual_stage)
-        if needs_none:
-            return None, None
+        tensor that will hold the message; or (None, None), if the pass needs no message."""
+        virtual_stage = needed_by.virtual_stage
+        if needed_by.forward and self.has_embedding(virtual_stage):
+            return None, None  # it starts from tokens
+        if not needed_by.forward and self.has_head(virtual_stage):
+            return None, None  # it starts from the loss
+        if not needed_by.forward and self.is_forward_only(virtual_stage):
+            return None, None  # it does nothing
         x = self.empty_message(micro_batch)
         return self.links.incoming(needed_by.forward).launch(dist.irecv, x), x
 
@@ -354,18 +354,18 @@ class Pipeline:
         loss = torch.zeros((), device=self.device, dtype=accumulation_dtype(self.dtype))
         backward_fns = {}  # (micro-batch, virtual stage) -> backward of the graph that is saved
 
-        def post(needed_by: Pass) -> tuple:
-            return self.post_receive(needed_by, micro_batches[needed_by.micro_batch])
+        def launch_receive(needed_by: Pass) -> tuple:
+            return self.launch_receive(needed_by, micro_batches[needed_by.micro_batch])
 
-        posted = deque()  # (work, x) of each message that is being received
+        receiving = deque()  # (work, x) of each message that is being received
         if self.overlap:
-            posted.append(post(self.order[0]))
+            receiving.append(launch_receive(self.order[0]))
         for i, this_pass in enumerate(self.order):
-            # the pass whose message to receive now. If that is the next pass, this one hides it
-            ahead = i + 1 if self.overlap else i
-            if ahead < len(self.order):
-                posted.append(post(self.order[ahead]))
-            work, x = posted.popleft()
+            # with overlap, receive the message of the next pass now, so that this pass hides it
+            receive_for = i + 1 if self.overlap else i
+            if receive_for < len(self.order):
+                receiving.append(launch_receive(self.order[receive_for]))
+            work, x = receiving.popleft()
             if work:
                 work.wait()  # for this pass's message, hidden by the pass before
 
@@ -374,7 +374,7 @@ class Pipeline:
             if this_pass.forward:
                 micro_batch = micro_batches[this_pass.micro_batch]
                 backward_fns[key], results = self.run_forward(virtual_stage, x, micro_batch)
-            else:  # x is the gradient dx; None: backward starts from the loss
+            else:  # x is the gradient dx; None: backward starts from the loss, or does nothing
                 results = backward_fns.pop(key)([x])
 
             if this_pass.forward and self.has_head(virtual_stage):
@@ -443,11 +443,11 @@ class Pipeline:
     def __call__(self, *micro_batch, per_token: bool = True) -> Tensor:
         """Return the loss of each token (B, n) on the last stage, as LLaMA.forward with per_token
         does. On the remaining stages return zeros."""
-        assert per_token, "a stage has no logits of its own"
+        assert per_token, "a pipeline evaluates only the loss of each token"
         losses = torch.zeros_like(micro_batch[0], dtype=accumulation_dtype(self.dtype))
         for virtual_stage in range(len(self.virtual_stages)):
             forward = Pass(True, 0, virtual_stage)
-            work, x = self.post_receive(forward, micro_batch)
+            work, x = self.launch_receive(forward, micro_batch)
             if work:
                 work.wait()  # exposed: an evaluation receives nothing ahead
             y = self.run_virtual_stage(virtual_stage, micro_batch, per_token, x)

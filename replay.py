@@ -4,8 +4,8 @@ The steps of a run request the same memory in the same order. So one step is rec
 memplan.py computes an address for each of its requests, all in one block of memory, the *arena*.
 Later steps get these addresses, so that memory does not fragment. memplan.py makes the plan, and
 knows nothing of PyTorch. This file installs an allocator (csrc/allocator.cpp) in front of PyTorch's
-allocator. It passes every request on, except while a step is recorded or replayed. Each run of the
-step is in one of three states:
+allocator. It passes every request on, except those that it serves at planned addresses in a replay.
+Each run of the step is in one of three states:
 
     runs     state      what happens
     1, 2     warm up    The step runs as usual. What lasts longer than a step, such as workspaces
@@ -47,7 +47,8 @@ import torch
 from memplan import AddressPlan, Lifetime, check, solve
 from streams import CommStream, wait
 
-# planned addresses are multiples of this, as PyTorch's own allocators' are: kernels rely on it
+# planned addresses are multiples of this, like those of PyTorch's own allocators, because kernels
+# rely on it
 ALLOCATOR_ALIGN_BYTES = {"cpu": 64, "cuda": 512}
 # smaller requests are not planned. On a GPU, PyTorch serves them from a pool of small blocks
 MIN_PLANNED_BYTES = {"cpu": 2**10, "cuda": 2**20}
@@ -74,7 +75,7 @@ def mark(name: str) -> None:
         recorder.marks.append((recorder.allocator.now(), name))
 
 
-def with_passes(buffers, marks):
+def with_passes(buffers: list[Lifetime], marks: list[tuple[int, str]]) -> list[Lifetime]:
     """Return the buffers, each with the name of the pass in which it is born and dies.
 
     marks: pairs (time, name), as `mark` notes them. The time is the number of births and deaths so
@@ -190,12 +191,15 @@ class StepMemory:
         self.allocator = load_allocator(self.device_type)
         self.as_graph = as_graph
         self.graph = None  # of the step; it lives as long as its arena
+        self.inputs = None  # the tensors that the graph reads
+        self.results = None  # what the graph returns
         # if as_graph, the stream of all runs. Libraries allocate workspaces per stream, at first
         # use. That must not happen during the capture, so the warm-up has to use the same stream
         self.stream = None
         self.runs = 0  # number of runs so far, with the current one
         self.marks: list[tuple[int, str]] = []  # of the recorded step, as with_passes takes them
-        self.buffers: list[Lifetime] = []  # of the recorded step
+        self.requests = np.empty((0, 3), np.int64)  # of the recorded step: see `record`
+        self.buffers: list[Lifetime] = []  # those of the requests that are planned
         self.plan: AddressPlan | None = None
         self.plans = 0  # number of plans made so far
         self.arena = None  # a tensor of bytes, while the allocator points into it
@@ -243,8 +247,8 @@ class StepMemory:
             return "warm up"
         return "record" if self.plan is None else "replay"
 
-    def begin(self, mode) -> None:
-        """Let the allocator record or serve requests on the current stream.
+    def begin(self, mode: int) -> None:
+        """Let the allocator record (mode RECORD) or serve (REPLAY) requests on the current stream.
 
         Requests on other streams go to PyTorch: a planned address may be given out again as soon as
         its memory is freed, which is right only in the order of one stream.
@@ -329,6 +333,11 @@ class StepMemory:
 
     def give_back(self) -> bool:
         """Free the arena if no tensor lies in it. Return whether no arena is left."""
-        if self.arena is not None and not self.allocator.load(None, None, 0):
-            self.arena = live_arena[self.device_type] = self.graph = None
-        return self.arena is None
+        if self.arena is None:
+            return True
+        tensors_in_arena = self.allocator.load(None, None, 0)  # 0: the allocator has let go of it
+        if tensors_in_arena:
+            return False
+        self.graph = None
+        self.arena = live_arena[self.device_type] = None
+        return True

@@ -45,9 +45,9 @@ b, and updates b2, the third quarter of b. A matrix has S elements. There are tw
     next forward     all-gather {4,5}: S/2 -> S            the same
 
 Here g = os takes a quarter of the gradient memory that g = p takes. In return g = p communicates
-less: it runs the second reduce-scatter once per step, and g = os once per micro-batch. In general,
-after the reduce-scatter S -> S/p (at first, read only intra, the default; inter is for optimizers
-that update whole matrices):
+less: it runs the second reduce-scatter once per step, and g = os once per micro-batch. This table
+says what follows the reduce-scatter S -> S/p in general. At first, read only the row of intra, the
+default. Layout inter is for optimizers that update whole matrices.
 
     layout   g = p: once per step, in reduce_unit    g = os: per micro-batch, in scatter_grad
     intra    reduce-scatter in the subgroup, then    reduce-scatter in the subgroup; then, once per
@@ -59,23 +59,24 @@ A group of one rank needs no collective. New parameters return to the subgroup b
 (intra), or by broadcasts from their owners (inter).
 
 Each kind of communication has a CUDA stream of its own (streams.CommStream). This table says which
-function launches it, what computation hides it, and which function waits for it:
+function launches it, what computation hides it, and in which function the compute stream waits for
+it. "(on X)" means that stream X waits instead:
 
     stream           launched in          hidden under                   waited for in
-    param_gather     launch_param_gather  the layer before; if backward  unshard
-                                          runs layers whole, the matrix
-                                          before
+    param_gather     launch_param_gather  the layer before; in backward  unshard
+                                          without gather_layers, only
+                                          the matrix before
     grad_scatter     scatter_grad         the backward of the layers     add_grad, before it fills
                                           that follow                    the buffer again;
-                                                                         reduce_unit, on
-                                                                         grad_reduce;
+                                                                         reduce_unit (on
+                                                                         grad_reduce);
                                                                          finish_gradients
     grad_reduce      reduce_unit          the same, in the last          finish_gradients
                                           micro-batch
     param_broadcast  broadcast_params     the update of the layers that  unshard (p = 1),
                                           follow, the next forward       launch_param_gather
-    host_update      update, if states    the next forward               broadcast_params, on
-                     are on the host                                     param_broadcast
+    host_update      update, if states    the next forward               broadcast_params (on
+                     are on the host                                     param_broadcast)
     stream_in, _out  HostStates           the updates of other pieces    HostStates
                      .stream_through      of the states                  .stream_through
 
@@ -94,22 +95,24 @@ Set-up, and then a training step as train.run_step runs it:
     states.finish_gradients()
     norm, finite = states.update(lr, clip)
 
-Every rank must use every Matrix exactly once per pass, or the step changes nothing (check_uses).
-Only the uses of matrices that train are counted.
+Every rank must use every Matrix that trains exactly once per pass. Otherwise the step changes
+nothing, and check_uses raises an error that names the matrix. Uses of frozen matrices are not
+counted.
 
 A tied matrix is embedding and head (ModelConfig.tied), so it is used twice. A backward pass adds
 two contributions to its gradient: the head's first, and the embedding's last. So its reduction
-starts at the end of the pass, where little computation is left to hide it. On a rank that has both
-uses, it takes this instead of what an untied embedding and head take:
+starts at the end of the pass, where little computation is left to hide it. If one rank has both the
+embedding and the head, tying them changes what the rank holds and sends:
 
-    unsharded weight     one buffer instead of two. Layers do not fill this buffer, so the matrix
-                         that was gathered for the embedding is still there when the head needs it
+    unsharded weight     one buffer instead of two. Layers do not use this buffer, so it still holds
+                         the weight, gathered for the embedding, when the head needs it
     unsharded gradient   one buffer instead of two, but in float32, because two contributions add up
-    states, messages     those of one matrix instead of two
+    states, messages     of one matrix instead of two
 
 In a pipeline the first and the last stage each hold a copy of the tied matrix, with its states. At
 the end of a step, the two ranks that update the same part of it all-reduce their gradients of this
-part: S/os elements of S. Nothing hides this. Both copies get the same update, so they stay equal.
+part: S/os elements, or S/p in layout inter. Nothing hides this. Both copies get the same update, so
+they stay equal.
 
 A frozen matrix (ops.Weight) takes 2/p bytes per parameter and nothing else. It is gathered in
 forward and in backward like other matrices. It sends no gradients and no new parameters. A
@@ -152,8 +155,9 @@ from streams import Buffer, CommStream, wait
 
 SHARD_ALIGN_ELEMENTS = 128  # shards start at multiples of it, for the fastest kernels and copies
 STREAMS = ("param_gather", "grad_scatter", "grad_reduce", "param_broadcast", "host_update")
-# with grad_sums="dtype". bf16 loses a summand that is smaller than 1/512 of the sum. The last of
-# 128 equal summands is 1/128 of it
+# The most micro-batches that grad_sums="dtype" may add up. A sum in bf16 can lose a summand that is
+# smaller than 1/256 of the sum (1 + 1/300 is rounded to 1). The last of 128 equal summands is 1/128
+# of their sum, so none is lost
 MOST_ROUNDED_SUMMANDS = 128
 # Outside an update, master weights are rounded, joined and split in pieces, so that temporary
 # tensors are small
@@ -276,8 +280,8 @@ class ShardedParam:
 
     # parameters. A frozen matrix has only these two; its other tensors below are empty, (0,)
     param_shard: Tensor  # (S/p,): has the new parameters once `broadcast_done` is reached
-    # (S,): valid once its `event` is reached, until a parameter of the layer after the next one is
-    # gathered into the same buffer. If p = 1, it is param_shard
+    # (S,): valid once its `event` is reached. The pass gathers a parameter of the layer after the
+    # next one into the same buffer (not for embedding and head). If p = 1, it is param_shard
     unsharded_param: Buffer
 
     # gradients
@@ -296,8 +300,8 @@ class ShardedParam:
     # the ranks with the same owned_grad (intra) or the same p-shard (inter), which all-reduce their
     # gradients once per step; None: only this rank
     replicas: dist.ProcessGroup | None
-    # per backward pass, to the gradient: one per token chunk; of a tied matrix one per use; 0 if
-    # the matrix is frozen
+    # how many times a backward pass adds to the gradient: once per token chunk of a layer; once per
+    # use of a tied matrix; once for another embedding or head; never for a frozen matrix
     contributions: int
     # optimizer states by name, each as large as owned_param, on the GPU or on the host. On the host
     # REST may replace "master" (Optimizer.stored_dtypes)
@@ -550,7 +554,8 @@ class States:
     layout: str = "intra"  # or "inter": the module's docstring has both
     groups: Groups = field(default_factory=Groups)
     overlap: InitVar[tuple[str, ...]] = STREAMS  # the streams that run concurrently with compute
-    # whether backward gathers whole layers: if layers run in token chunks, or are recomputed
+    # True: backward gathers all matrices of a layer at once. It must be True if layers run in token
+    # chunks, or are recomputed. False: backward gathers one matrix at a time
     gather_layers: bool = False
     num_chunks: int = 1  # token chunks of a layer; each contributes to the gradients in a pass
     decay: float = 0.1  # weight decay of matrices
@@ -720,10 +725,11 @@ class States:
     def shared_buffer(
         self, kind: str, unit: Unit, path: str, size: int, dtype: torch.dtype
     ) -> Buffer:
-        """Return the buffer (size,) for a matrix, at this path. The matrices of a layer have one
-        buffer each that all even layers share, and one that all odd layers share. Embedding and
-        head have one each: layers must not fill it between the two uses of a tied matrix. kind:
-        "param" or "grad"."""
+        """Return the buffer (size,) for the matrix at this path. kind: "param" or "grad".
+
+        Every second layer shares a buffer: blocks.0.qkv, blocks.2.qkv and so on have one, and
+        blocks.1.qkv, blocks.3.qkv and so on have another. Embedding and head each have a buffer of
+        their own, because layers must not fill it between the two uses of a tied matrix."""
         users = unit.index % 2 if unit.is_layer else unit.name
         path_in_unit = path.replace(f"{unit.name}.", "")
         key = kind, users, path_in_unit, size, dtype
@@ -796,11 +802,11 @@ class States:
         )
 
     def make_states(self, storage: str) -> None:
-        """Allocate the optimizer states of all matrices that train, zeros.
+        """Allocate the optimizer states of all matrices that train, as zeros.
 
-        Of the ranks that hold the same states, one saves them to checkpoints and adds their
-        gradients to the global norm. Replicas take turns, matrix by matrix. If two stages hold a
-        copy of a tied matrix, it is a rank of the first stage.
+        Of the ranks that hold the same states, one saves them to checkpoints and adds the gradients
+        of the same elements to the global norm. Replicas take turns, matrix by matrix. If two
+        stages hold a copy of a tied matrix, a rank of the first stage does this.
         """
         params = [param for unit in self.units for param in unit.trained_params]
         sizes = [len(param.owned_param) for param in params]
@@ -908,7 +914,7 @@ class States:
     # -- a step begins
 
     def begin_step(self) -> None:
-        """Begin a step: forget the gradients of the step before, also if an exception ended it."""
+        """Begin a step: forget the previous step's gradients, even if an exception ended it."""
         self.usage_error = ""  # which matrix was used too often or too seldom, in words
         # (phase in words, its event). A new deque, because a thread may still read the old one
         self.progress_events = deque(maxlen=10 * self.num_units)
@@ -949,8 +955,8 @@ class States:
         gathers = self.plan_gathers(param, unit, backward)
         self.launch_param_gather(gathers.now)
         self.launch_param_gather(gathers.ahead)
-        # waits for the all-gather; hidden by the layer before, or in backward of whole layers by
-        # the matrix before
+        # waits for the all-gather; hidden by the layer before, or in backward without gather_layers
+        # by the matrix before
         wait(param.unsharded_param.event)
         return module.weight
 
@@ -983,14 +989,15 @@ class States:
         if not backward:
             return GatherPlan(now=unit.params, ahead=unit.next_params)
 
-        # backward of layers that run in chunks or twice: the whole previous layer ahead. It is
-        # gathered once, for its recomputation and its backward
+        # backward of layers that run in token chunks or are recomputed: all matrices of the
+        # previous layer ahead. They are gathered once, for its recomputation and its backward
         if self.gather_layers:
             return GatherPlan(now=[param], ahead=unit.previous_params)
 
-        # backward of whole layers: only the next matrix ahead, because a gather of more would delay
+        # other backward passes: only the next matrix ahead, because a gather of more would delay
         # the reduction of this one's gradient (AMSP, section V-C). `now` has all matrices from the
-        # unit's last one to this one: most are gathered already, but not one that a rank skipped
+        # unit's last one to this one. Most are gathered already, but not those that this rank
+        # skipped
         i = unit.params.index(param)
         now = list(reversed(unit.params[i:]))
         if i > 0:
@@ -1056,9 +1063,11 @@ class States:
             self.complete_pass(self.open_unit)
 
     def gather_skipped_params(self) -> None:
-        """When backward leaves a unit with frozen matrices, launch the gathers that this rank has
-        not launched, because it skipped a frozen matrix: other ranks wait for them. complete_pass
-        does the same for skipped matrices that train, but gradients do not tell of frozen ones."""
+        """Launch the gathers that are missing when backward leaves a unit with frozen matrices.
+
+        They are missing if this rank skipped a frozen matrix, and other ranks wait for them. If a
+        matrix that trains is skipped, its contributions are incomplete, and complete_pass launches
+        its gather. A frozen matrix has no contributions, so complete_pass would not notice it."""
         if self.current_pass is None or self.factors.p == 1:
             return
         backward, unit = self.current_pass
@@ -1070,11 +1079,13 @@ class States:
         """Complete a unit's backward pass although a matrix was not used: launch the gathers and
         reductions that are missing, because other ranks wait for them.
 
-        Even so, a rank that skips a matrix can hang the other ranks in three cases. They wait
+        Even so, the other ranks can wait for ever for a rank that skips a matrix:
 
-            on a CPU, where nothing overlaps: in a gather (p > 1, whole layers) or a reduction
-            in the gathers of a layer whose input is recomputed
-            in the exchanges of attention and of tensor parallelism
+            on a CPU, where nothing overlaps   in a reduction; or in a gather, if p > 1 and
+                                               gather_layers is False
+            on any device                      in the gathers of a layer whose input is recomputed,
+                                               and in the exchanges of attention and of tensor
+                                               parallelism
         """
         if self.factors.p > 1 and unit.read_in_backward:
             self.launch_param_gather(unit.params[::-1])
@@ -1213,7 +1224,7 @@ class States:
         the matrix.
         """
         for unit in reversed(self.units):
-            # some matrix was never used
+            # passes are missing only if this rank did not use some matrix
             while unit.trained_params and unit.passes_done < self.micro_batches:
                 self.complete_pass(unit)
         for module, param in self.sharded_params.items():
@@ -1236,17 +1247,18 @@ class States:
         """Sum the two gradients of a tied matrix: the embedding's, on the first stage, and the
         head's, on the last stage. Both stages own the same part of it, and both get the sum.
 
-        This runs on the compute stream, and is exposed. The first stage completes its gradient as
-        the last one of a step. The last stage's is complete long before, but an early all-reduce
-        would stop its stream, and the reductions behind it, until the first stage is ready.
+        This runs on the compute stream, and is exposed. On the first stage, the embedding's
+        gradient is the last one of a step. On the last stage, the head's gradient is complete long
+        before. But if this stage launched the all-reduce early, the stream and all reductions
+        queued behind it would stop until the first stage is ready.
         """
         for param in self.sharded_params.values():
             if param.name == "embed.weight" and len(param.owned_grad):
                 dist.all_reduce(param.owned_grad, group=self.tied_group)
 
     def check_uses(self) -> None:
-        """Raise ConfigError on all ranks if one of them did not use each matrix as often per pass
-        as it must in this step. Call it after a step that was not finite. A collective of all
+        """Raise ConfigError on all ranks if, in this step, one of them used a matrix too often, too
+        seldom or outside project(). Call it after a step that was not finite. A collective of all
         ranks."""
         error = ""
         if self.usage_error:
@@ -1265,10 +1277,11 @@ class States:
     ) -> tuple[Tensor, Tensor]:
         """Update all weights, and launch the broadcasts of the new parameters.
 
-        The gradient's global norm is clipped to `clip`; 0 switches clipping off. Pass lr as a
-        tensor on the device if a CUDA graph must see each new value. loss: the sum over all ranks,
-        so that all ranks agree whether it is finite. Returns the norm, and whether the norm and the
-        loss are finite, both on the device. If they are not, no weight and no state changes.
+        clip: gradients are scaled down if their global norm is larger; 0 switches clipping off. lr:
+        a tensor on the device, if a CUDA graph must see each new value. loss: already summed over
+        all ranks, so that all ranks agree whether it is finite. Returns the norm before clipping,
+        and whether the norm and the loss are finite, both on the device. If they are not, no weight
+        and no state changes.
         """
         # it is safe to overwrite param_shard, because no gather or broadcast still uses it: compute
         # has waited for all of them in unshard
@@ -1346,7 +1359,9 @@ class States:
         for param in unit.params:
             param.unsharded_param.held_param = None  # the buffer has the old parameters
             param.module.products.new_weights()  # casts in float8 are of the old parameters, too
-        if not trained or not (group or self.host_states):
+        if not trained:
+            return  # all of the unit's matrices are frozen
+        if not (group or self.host_states):
             return  # the update ran on the compute stream, and it wrote all of param_shard
 
         on_gpu = self.device.type == "cuda"
@@ -1420,9 +1435,10 @@ class States:
             self.broadcast_params(unit)
 
     def full_param(self, name: str, state: str = "master") -> Tensor:
-        """Return a full parameter in accum_dtype, or another of its optimizer states; of a frozen
-        weight, which has none, the weight. Raises ValueError if the optimizer has no such state. A
-        collective of all ranks."""
+        """Return one optimizer state of a full parameter, in accum_dtype. The default state,
+        "master", is the parameter itself. A frozen weight has no states, so its value is returned,
+        whatever the state. Raises ValueError if the optimizer has no such state. A collective of
+        all ranks."""
         is_vector = len(self.shapes[name]) == 1
         optimizer = self.vector_optimizer if is_vector else self.optimizer
         names = [s.name for s in optimizer.states]

@@ -73,7 +73,7 @@ class TensorParallel:
         fsp    t             forward    all-gather a         reduce-scatter y    t
                              backward   reduce-scatter da,   all-gather dy
                                         all-gather a for dW
-                                        (not if it is frozen)
+                                        (not if W is frozen)
 
     "rows" is what Megatron calls column-parallel, and "columns" what it calls row-parallel. In all
     modes attention sees all T/sp tokens of a rank's heads. All these exchanges are exposed, because
@@ -87,10 +87,13 @@ class TensorParallel:
         dh = dh_0 + ... + dh_(tp-1)
 
     The all-reduce of dy makes the sum. dx of a "rows" product is a summand again, so nothing is
-    exchanged there. In msp and fsp, dh_r is the gradient of rank r's own tokens. So one rule holds
-    in all modes: the gradient of a weight that is not split is the sum of the gradients on all
-    ranks of the group. Such weights are embedding, head, norms, biases, and matrices with
-    cut="whole", such as a router.
+    exchanged there. (In Megatron each rank has the whole loss, and so the whole dh. So Megatron
+    all-reduces dx instead of dy.)
+
+    In msp and fsp, dh_r is the gradient of rank r's own tokens. So one rule holds in all modes: the
+    gradient of a weight that is not split is the sum of the gradients on all ranks of the group.
+    Such weights are embedding, head, norms, biases, and matrices with cut="whole", such as a
+    router.
 
     In mtp, layers may run in token chunks, and each chunk makes these exchanges by itself. In msp
     and fsp, layers run whole, because each token chunk would be spread over all ranks.
@@ -303,7 +306,7 @@ def check_tensor_parallel(cfg: ModelConfig, mode: str) -> None:
 
 def kind_of(layer: "llama.Block") -> tuple:
     """Return the class, the weights' names and shapes, and the constants of a layer. Layers that
-    have these in common need one test."""
+    have these in common need only one test."""
     weights = [(name, p.shape) for name, p in layer.named_parameters()]
     constants = [(k, v) for k, v in vars(layer).items() if isinstance(v, (int, float, str))]
     return type(layer), str(weights), str(constants)
@@ -403,10 +406,9 @@ def compare_split_layer(
         error = ((found - expected).norm() / expected.norm().clamp(min=1e-30)).item()
         if not error < 1e-9:
             raise ValueError(
-                f"--tp with --tp-mode {mode}: a layer that is split between two ranks computes "
-                f"something else than the whole layer: {tensor_name} differs by {error:.2g} of its "
-                "norm. "
-                "Give a fused q|k|v matrix parts=(q, k, v). The input of a matrix with "
+                f"--tp with --tp-mode {mode}: a layer that is split between two ranks does not "
+                f"compute the same as the whole layer: {tensor_name} differs by {error:.2g} of its "
+                "norm. Give a fused q|k|v matrix parts=(q, k, v). The input of a matrix with "
                 'cut="columns" must not be a concatenation. Only a matrix product may sum over '
                 "heads or features. Or use --tp 1"
             )

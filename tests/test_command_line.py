@@ -279,7 +279,7 @@ DIFFERENT = [  # flags of one rank, which starts in its own folder, and the erro
     ("--lr 0.{rank}1", r"ranks were started differently: --lr is 0\.01 on rank 0, 0\.11 on rank 1"),
     ("--data only-0.txt", r".*no such file or folder.* \(on ranks \[1\]\)"),
     ("--data both.txt", ".*?the data is .*? on rank 0, .*? on rank 1"),
-    ("--out out", ".*?lock of --out out, .*?storage that all nodes share, .*?another on rank 1"),
+    ("--out out", ".*?lock of --out out, .*?storage that all nodes share, .*?missing on rank 1"),
 ]
 
 

@@ -484,7 +484,7 @@ def test_first_weights_follow_from_what_a_weight_is():
     assert starts["blocks.0.norm1_bias.weight"] == (0.0, 0.0)
     assert starts["blocks.0.scale.weight"] == (1.0, 0.0)
     assert starts["embed.weight"] == (0.0, 1.0)
-    with raises(ValueError, match="Vector\\(64, 'gain'\\): of kind norm or bias"):
+    with raises(ValueError, match="Vector\\(64, 'gain'\\): kind must be norm or bias"):
         model.Vector(64, "gain")
 
 

@@ -45,6 +45,19 @@ def test_counts(cfg, count):
     assert full == causal + attention
 
 
+def test_loss_of_no_tokens():
+    """A rank without tokens may call the head with x[:0], as States.check_uses advises: its loss
+    and its gradients are 0. Catches an error, or gradients that nobody has set."""
+    head = m.Matrix(16, 8)
+    torch.nn.init.normal_(head.weight)
+    x = torch.randn(3, 8, requires_grad=True)
+    labels = torch.zeros(3, dtype=torch.long)
+    loss, losses = ops.head_loss(head, x[:0], labels[:0], torch.tensor(1.0), differentiate=True)
+    loss.backward()
+    assert loss == 0 and losses.shape == (0, 1)
+    assert not head.weight.grad.any() and not x.grad.any()
+
+
 def test_counts_of_peak():
     """A GPU's peak FLOP/s are those of its data sheet, found by the name that its driver reports.
     Catches an MFU that is computed with another GPU's peak."""
