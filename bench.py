@@ -1316,6 +1316,7 @@ def main() -> None:
 
     about = {
         "hardware": hardware,
+        "date": time.strftime("%Y-%m-%d"),
         "processor": processor_name(),
         "versions": versions(),
         "commit": commit(),

@@ -87,7 +87,7 @@ class Profile:
     # bytes/s read and written by casts to float8. None: not measured, so that `memory` counts
     casts: float | None = None
     sources: dict[str, str] = field(default_factory=dict)  # where numbers come from, by field
-    about: dict = field(default_factory=dict)  # hardware, versions, commit, command
+    about: dict = field(default_factory=dict)  # hardware, date, versions, commit, command
 
 
 def profile_text(profile: Profile) -> str:
@@ -324,7 +324,8 @@ def find_profile(device_name: str, per_node: int) -> Profile:
         none, but a data sheet           A100, 8 per node     h200x8, scaled
         none, and no data sheet          H20, 8 per node      h200x8 as it is
 
-    If a whole profile is scaled or borrowed, its name says so.
+    If a whole profile is scaled or borrowed, its name says so. Of profiles for nodes of the same
+    size, the one that was measured last is returned, for example your own.
     """
     kind = sheet_or_name(device_name)
     profiles = [load_profile(name) for name in profile_files()]
@@ -336,6 +337,8 @@ def find_profile(device_name: str, per_node: int) -> Profile:
         too_small = profile.per_node < per_node
         return too_small, abs(profile.per_node - per_node)
 
+    # the profiles that come with this project have no date. On a tie, min takes the first one
+    own.sort(key=lambda profile: profile.about.get("date", ""), reverse=True)
     return add_network(min(own, key=distance), per_node)
 
 

@@ -90,6 +90,19 @@ def test_profiles_are_files(tmp_path, monkeypatch):
         hardware.load_profile("h300")
 
 
+def test_the_profile_that_was_measured_last_is_used(tmp_path, monkeypatch):
+    """Of profiles of the same GPU and size of nodes, the newest one counts, whatever its name.
+
+    Catches a profile that a user has measured, and that train.py ignores.
+    """
+    h200 = hardware.load_profile("h200x8")
+    monkeypatch.setattr(hardware, "PROFILES", tmp_path)
+    for name, about in (("h200x8", {}), ("mine", {"date": "2026-11-28"}), ("z", {})):
+        text = hardware.profile_text(replace(h200, about=about))
+        (tmp_path / f"{name}.json").write_text(text)
+    assert hardware.find_profile("NVIDIA H200", 8).about == {"date": "2026-11-28"}
+
+
 def test_known_profiles_are_those_of_the_node():
     """A GPU has the profile of the smallest node that has so many GPUs, else the largest, by a name
     in any case. Without one of its own, it has an H200's by the ratio of data sheets; with neither,
