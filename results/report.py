@@ -268,6 +268,8 @@ def activations_text(plan: ActivationPlan) -> str:
     if plan.swapped_layers:
         share = f", o and {plan.alpha:.0%} of their chunks" if plan.alpha else " and o"
         text += f"; the other {plan.swapped_layers} swap x{share}"
+        if plan.lag > 2:
+            text += f", lag {plan.lag}"
     if plan.layers_recomputing_attention:
         text += f"; {plan.layers_recomputing_attention} layers run attention twice"
     return text
