@@ -1,4 +1,4 @@
-"""How fast is a training step, beside its kernels alone, FSDP2, DeepSpeed and transformers?
+"""Time a training step, its kernels by themselves, and FSDP2, DeepSpeed and transformers.
 
     python bench.py                              how fast this machine trains the largest model
                                                  that it holds, with many short sequences per step
@@ -13,11 +13,11 @@
                                                  write profiles/NAME.json in --out
 
 A table (make_tables) has rows. A row is one measurement: a label, and flags of train.py. The label
-says what runs. A label that begins with fsdp2, deepspeed or transformers runs a *peer*, and peers.py
-says what its other words mean. Any other label runs our step, as train.py does. Example: the row
-"fsdp2 selective host" is the same model under FSDP2, which recomputes all but attention, with all
-model states in host memory. A peer runs all of a rank's sequences at once, unless --micro-batch says
-how many.
+says what runs. A label that begins with fsdp2, deepspeed or transformers runs a *peer*, another
+system on the same task, and peers.py says what its other words mean. Any other label runs our step,
+as train.py does. Example: the row "fsdp2 selective host" is the same model under FSDP2, which
+recomputes all but attention, with all model states in host memory. A peer runs all of a rank's
+sequences at once, unless --micro-batch says how many.
 
 Steps run on random tokens, and a time is the median after a warm-up. MFU counts the model's FLOPs
 (model.flops_per_token), but not those of recomputation. Causal MFU counts half of the attention
@@ -26,15 +26,18 @@ when nothing else runs, and "of bound" is the step's causal MFU as a fraction of
 
 A row is one line of JSON in results/MONTH-MACHINE/TABLE.jsonl, for example
 results/2026-11-4xh200/long.jsonl. It holds the label, the flags, what was measured, the hardware,
-the versions, the commit and the command. Rows are only added: where a command is repeated,
-results/report.py shows the newest rows. It turns these files into tables and pictures. The last
-line of output is a JSON object with the command's rows, but table machine ends with sentences
+the versions, the commit and the command. Rows are only added to a file. results/report.py turns
+these files into tables and pictures, and shows only the newest rows of a repeated command. The last
+line of output is a JSON object with the command's rows. Only table machine ends with sentences
 instead.
 
 Left out: whether a step computes the right numbers. The tests check that.
 
 Legend: p, g, os shards of parameters, gradients, optimizer states; sp GPUs per sequence; M
-micro-batches, B sequences per micro-batch, T tokens per sequence, of which a rank holds T/sp.
+micro-batches, B sequences per micro-batch, T tokens per sequence, of which a rank holds T/sp. In
+the column "plan", "2,2,4 sp=4 k=14 alpha=0.50 chunk=16384" means p=2, g=2 and os=4; k layers keep
+their activations on the GPU, the other layers swap the fraction alpha of theirs to the host, and
+token chunks have 16,384 tokens.
 """
 
 import argparse
@@ -90,23 +93,24 @@ SHORT_SEQ = {"cuda": 4096, "cpu": 256}  # tokens of a short sequence, by device
 # Short sequences per rank in a step of table machine. A step of one sequence of 4K tokens would be
 # bound by the host, which launches its kernels, and by the update. Nobody trains like this
 SHORT_SEQS_PER_RANK = {"cuda": 16, "cpu": 4}
-QUICK_SECONDS = 4  # predicted for the step of the longest sequence, with --quick and on a CPU
+# With --quick and on a CPU, a step of the longest sequence may take so long, as predicted
+QUICK_SECONDS = 4
 
 # ---------------------------------------------------------------------------- steps of a Config
 
 
 @dataclass
 class Bench:
-    """The table that is measured: what its rows share, and their results so far."""
+    """The table or the profile that is measured: what its rows share, and their results so far."""
 
     device: torch.device
     rank: int
     world: int
     quick: bool
-    file: Path  # the results file, to which rows are added
+    file: Path  # the results file, to which rows are added; with --profile, the profile's file
     about: dict  # what every row says of the machine and the command
     rows: list[dict] = field(default_factory=list)
-    kernels: dict[tuple, tuple] = field(default_factory=dict)  # shapes -> seconds of (layer, head)
+    kernels: dict[tuple, list] = field(default_factory=dict)  # shapes -> seconds of [layer, head]
 
     @property
     def gpu(self) -> bool:
@@ -122,7 +126,8 @@ class Bench:
         on_rank_0(append_line, self.file, json.dumps(self.rows[-1]))
         titles, lines = as_text([row])
         label, *cells = lines[0]
-        print0(f"{label}: {', '.join(map(' '.join, zip(titles[1:], cells)))}")
+        values = [f"{title} {cell}" for title, cell in zip(titles[1:], cells)]
+        print0(f"{label}: {', '.join(values)}")
 
 
 def append_line(file: Path, line: str) -> None:
@@ -140,13 +145,13 @@ def config(flags: str) -> Config:
     return Config(**train.parse(flags.split()))
 
 
-def plan_runs(bench: Bench, cfg: Config, gpu: float | None = None) -> list[Run]:
-    """Return train.py's best plans for these flags on all ranks. gpu: the bytes of GPU memory to
-    plan for, by default those of this GPU. Raises ConfigError. A collective."""
+def plan_runs(bench: Bench, cfg: Config, gpu_bytes: float | None = None) -> list[Run]:
+    """Return train.py's best plans for these flags on all ranks, each as a run. gpu_bytes: the GPU
+    memory to plan for, by default this GPU's. Raises ConfigError. A collective."""
     cfg = replace(cfg, document_token=-1, dtype="bf16" if bench.gpu else "fp32")
     cfg, model, *_ = train.choose_model(cfg, bench.device, None)
     kernel = all_or_none(pick_kernel, cfg.attention, bench.device, bench.dtype)
-    plans, cluster = train.choose_plans(cfg, model, bench.device, kernel, gpu)
+    plans, cluster = train.choose_plans(cfg, model, bench.device, kernel, gpu_bytes)
     return [Run(cfg, bench.rank, bench.device, kernel, plan, cluster) for plan in plans]
 
 
@@ -173,7 +178,7 @@ def peer_run(bench: Bench, cfg: Config) -> Run:
     all-to-alls NCCL sends. It is planned for unlimited memory, because whether a peer fits is
     measured."""
     cfg = replace(cfg, head_groups=1, ring=1, recompute="none", os_place="gpu")
-    run, *_ = plan_runs(bench, cfg, gpu=NO_LIMIT)
+    run, *_ = plan_runs(bench, cfg, gpu_bytes=NO_LIMIT)
     # per_node 0: attention.make_exchange then takes NCCL rather than copies within a node
     return replace(run, plan=replace(run.plan, per_node=0))
 
@@ -182,9 +187,11 @@ def peer_run(bench: Bench, cfg: Config) -> Run:
 
 
 def clock(bench: Bench, step: Callable, repeats: int) -> float:
-    """Return the median seconds between the ends of two steps' computation, of `repeats` steps after
-    one that does not count. As in train.py, a step starts while the previous step's copies and
-    broadcasts still run."""
+    """Return the median seconds of `repeats` steps, after one step that does not count.
+
+    A step lasts from the end of the previous step's computation to the end of its own. As in
+    train.py, it starts while the previous step's copies and broadcasts still run.
+    """
     gc.collect()
     gc.freeze()  # as train.py does
     ends = []
@@ -202,9 +209,9 @@ def clock(bench: Bench, step: Callable, repeats: int) -> float:
 def device_seconds(bench: Bench, work: Callable) -> float:
     """Return the median seconds of work() on the device.
 
-    It runs again and again for two seconds, and only the later half of the times counts: by then a
-    GPU's clock rate has fallen to what it holds under load. The calls are queued while the GPU
-    pauses, so that no kernel waits for the host.
+    It runs again and again for two seconds (on a CPU, a tenth of a second). Only the later half of
+    the times counts, because by then a GPU's clock rate has fallen to what it holds under load. The
+    calls are queued while the GPU pauses, so that no kernel waits for the host.
     """
 
     def time_calls(calls):
@@ -341,7 +348,8 @@ def build_step(row: Row, run: Run) -> Step:
 
 
 def timed_steps(bench: Bench, run: Run) -> int:
-    """Return how many steps of a row are timed: about 20 seconds of them, and at least one."""
+    """Return how many steps of a row are timed: about 20 seconds of them, at least one, and at most
+    10 (on a CPU, 3)."""
     return max(1, min(10 if bench.gpu else 3, int(20 / run.plan.step_s)))
 
 
@@ -366,7 +374,7 @@ def measure_row(bench: Bench, row: Row, look: Callable) -> dict:
 
     A row that does not fit, runs out of memory on any rank, or lacks a package is a result, too.
     Its "oom" is true, and it has no rates. Its "error" says why, if it failed on this rank.
-    look(bench, step) returns what else to report. A collective.
+    look: a function whose look(bench, step) returns what else to report. A collective.
     """
     cfg = config(row.flags)
     result = {
@@ -374,13 +382,13 @@ def measure_row(bench: Bench, row: Row, look: Callable) -> dict:
         "flags": row.flags,
         "model": cfg.model,
         "seq": cfg.seq,
-        "gpus": bench.world * bench.gpu,
+        "gpus": bench.world if bench.gpu else 0,
     }
     seconds = math.inf  # if the row fails
     with contextlib.ExitStack() as cleanup:
         try:
             run = plan_row(bench, row)
-            result |= chosen(run)
+            result |= plan_fields(run)
             if row.peer:  # the prediction is for our step
                 result |= {"predicted_s": None, "predicted_gib": None}
             kernels = kernel_seconds(bench, run)
@@ -451,8 +459,8 @@ def gpu_memory_limit(run: Run) -> Iterator[None]:
         torch.cuda.set_per_process_memory_fraction(fraction)
 
 
-def chosen(run: Run) -> dict:
-    """Return what a result says of the plan that was chosen."""
+def plan_fields(run: Run) -> dict:
+    """Return what a row of the results file says of the run's plan."""
     plan = run.plan
     activations = plan.activations
     names = (
@@ -516,12 +524,14 @@ def step_rows(bench: Bench, flags: str) -> list[Row]:
 
 def rows_of_largest_model(bench: Bench, flags: str, max_seconds: float) -> list[Row]:
     """Return two rows of the largest model that the GPUs hold: many short sequences per step, and
-    the longest sequence whose step is predicted to take at most max_seconds. (For --quick and on a
-    CPU, QUICK_SECONDS.) The longest length per rank is a power of two times a short one.
+    the longest sequence whose step is predicted to take at most max_seconds. (With --quick and on a
+    CPU, QUICK_SECONDS.) Each rank's part of the longest sequence is a power of two times as long as
+    a short sequence. If not even twice as long a part fits the memory and the time, there is no
+    second row.
 
-    GPUs hold a model if its states and the activations of a micro-batch of short sequences fit, so
-    that nothing is recomputed or swapped. The step is built and then runs two or three times, so
-    with 45 seconds the row of the longest sequence takes about two minutes.
+    GPUs hold a model if its model states and the activations of a micro-batch of short sequences
+    fit, although nothing is recomputed or swapped. A step that takes more than 10 seconds runs
+    twice (time_step), so with 45 seconds the row of the longest sequence takes about two minutes.
 
     Example: one H100 holds 1b. Its first row has 16 sequences of 4K tokens per step.
     """
@@ -575,6 +585,10 @@ def plan_of_step(bench: Bench, step: Step) -> dict:
     flags = f"--model {cfg.model} --seq {plan.seq} --batch {plan.batch}"
     if cfg.os_place:
         flags += f" --os-place {cfg.os_place}"
+    if cfg.host_memory:
+        flags += f" --host-memory {cfg.host_memory}"
+    if cfg.gpu_memory:
+        flags += f" --gpu-memory {cfg.gpu_memory}"
     return {
         "plan_in_words": train.plan_in_words(plan),
         "train_command": f"{launcher} train.py {flags}",
@@ -602,8 +616,8 @@ def covered_ms(spans: list[tuple]) -> float:
     return total / 1e3
 
 
-# Part of the name of a kernel or copy -> its kind. Everything else is "computation" on the stream
-# that computed longest, and "beside" on other streams.
+# Part of the name of a kernel or copy -> its kind. Every other kernel is "computation" if it ran on
+# the stream that was busy with such kernels for longest, and else "other streams"
 KINDS = {
     "nccl": "communication",
     "Memcpy PtoP": "exchange",  # attention's all-to-alls, by copy engines (attention.Exchange)
@@ -622,15 +636,16 @@ def kind_of(name: str) -> str:
 
 def by_kind(events: Iterable) -> dict[str, list]:
     """Return (begin, end, name) of a profile's events on this GPU, sorted, by their kind."""
-    spans = {kind: [] for kind in ("computation", *KINDS.values(), "beside")}
-    kernels = collections.defaultdict(list)  # by stream
+    spans = {kind: [] for kind in ("computation", *KINDS.values(), "other streams")}
+    kernels = collections.defaultdict(list)  # stream -> its kernels of kind_of "computation"
     for e in events:
         if e.device_type == torch.autograd.DeviceType.CUDA:
             kind = kind_of(e.name)
             of_kind = kernels[e.device_resource_id] if kind == "computation" else spans[kind]
             of_kind.append((e.time_range.start, e.time_range.end, e.name))
-    for of_stream in sorted(kernels.values(), key=covered_ms, reverse=True):
-        spans["beside" if spans["computation"] else "computation"] += of_stream
+    longest_first = sorted(kernels.values(), key=covered_ms, reverse=True)
+    for i, of_stream in enumerate(longest_first):
+        spans["computation" if i == 0 else "other streams"] += of_stream
     return {kind: sorted(of_kind) for kind, of_kind in spans.items()}
 
 
@@ -646,14 +661,14 @@ def profile_steps(step: Callable, steps: int) -> tuple[torch.profiler.profile, d
 
 def profiled(bench: Bench, step: Step) -> dict:
     """Profile two steps, and return the milliseconds per step in which communication (NCCL) ran,
-    and in which it was exposed: nothing else ran at the same time. A row that shards parameters
-    also writes its profile as trace.json.gz, for chrome://tracing."""
+    and in which it was exposed: nothing else ran at the same time, memsets not counted. A row that
+    shards parameters also writes its profile as trace.json.gz, for chrome://tracing."""
     # the second step's forward hides the broadcast of the parameters that the first one updated
     profile, spans = profile_steps(step, 2)
     if step.run.plan.factors.p > 1 and bench.rank == 0:
         profile.export_chrome_trace(str(bench.file.with_name("trace.json.gz")))
     communication = spans.pop("communication")
-    del spans["memset"]
+    del spans["memset"]  # memsets do not count as work that hides communication
     others = [span for kind in spans.values() for span in kind]
     exposed = covered_ms(communication + others) - covered_ms(others)
     return {"communication_ms": covered_ms(communication) / 2, "exposed_ms": exposed / 2}
@@ -739,8 +754,8 @@ def make_tables(ranks: int, nodes: int, short_seq: int) -> dict[str, Table]:
         ),
         "step": Table(
             "the largest model that this machine holds, with many sequences of "
-            f"{short_seq:,} tokens per step, also under FSDP2, and with one sequence of the longest "
-            "length whose row takes at most two minutes",
+            f"{short_seq:,} tokens per step, also under FSDP2, and with one sequence of the "
+            "longest length whose row takes at most two minutes",
             step_rows,
             takes="quick",
         ),
@@ -759,7 +774,8 @@ def make_tables(ranks: int, nodes: int, short_seq: int) -> dict[str, Table]:
                     "--products fp8 --moments bf16 --grad-sums dtype"),
                 Row("fsdp2 none",                   f"--sp {ranks} --strategy zero3"),
                 Row("fsdp2 half-selective",         f"--sp {ranks} --strategy zero3"),
-                Row("fsdp2 three-quarters-selective", f"--sp {ranks} --strategy zero3"),
+                Row("fsdp2 three-quarters-selective",
+                    f"--sp {ranks} --strategy zero3"),
                 Row("fsdp2 selective",              f"--sp {ranks} --strategy zero3"),
                 Row("fsdp2 selective host",         f"--sp {ranks} --strategy zero3"),
                 Row("fsdp2 full",                   f"--sp {ranks} --strategy zero3"),
@@ -802,7 +818,8 @@ def make_tables(ranks: int, nodes: int, short_seq: int) -> dict[str, Table]:
                 Row("ours p and g by halves",       f"--p {half} --g {half} --os {ranks}"),
                 Row("ours all",                     "--strategy zero3"),
                 Row("ours in halves",               f"--p {half} --g {half} --os {half}"),
-                Row("ours as planned",              "--micro-batch auto --sp auto --recompute auto"),
+                Row("ours as planned",
+                    "--micro-batch auto --sp auto --recompute auto"),
                 Row("fsdp2 none ZeRO-3",            "--strategy zero3"),
                 Row("fsdp2 none ZeRO-2",            "--strategy zero2"),
                 Row("fsdp2 none HSDP and reshard",  f"--p {half} --g {half} --os {half}"),
@@ -817,7 +834,8 @@ def make_tables(ranks: int, nodes: int, short_seq: int) -> dict[str, Table]:
             "the same steps with less and less communication overlapped (AMSP, table V)",
             [
                 Row("all overlaps"),
-                Row("without param_broadcast",      "--overlap param_gather,grad_scatter,grad_reduce"),
+                Row("without param_broadcast",
+                    "--overlap param_gather,grad_scatter,grad_reduce"),
                 Row("and without grad_reduce",      "--overlap param_gather,grad_scatter"),
                 Row("none",                         "--overlap none"),
             ],
@@ -866,14 +884,14 @@ def make_tables(ranks: int, nodes: int, short_seq: int) -> dict[str, Table]:
             look=planned_memory,
         ),
         "plans": Table(
-            "the best plans of the planner, each of which it has predicted",
+            "the planner's best plans, with the seconds per step that it predicts for each",
             plan_rows,
             variants=seqs[:1],
             takes="model seq batch tp pp",
             min_ranks=2,
         ),
         "trace": Table(
-            "how many milliseconds of communication are exposed, by a profiler",
+            "how many milliseconds of communication are exposed, according to PyTorch's profiler",
             [
                 Row("ours os",                      "--strategy zero1"),
                 Row("ours g and os",                "--strategy zero2"),
@@ -885,10 +903,12 @@ def make_tables(ranks: int, nodes: int, short_seq: int) -> dict[str, Table]:
             min_ranks=2,
         ),
         "idle": Table(
-            "for how long our step does not compute, and what it waits for, by a profiler",
+            "for how long our step does not compute, and what it waits for, according to PyTorch's "
+            "profiler",
             [
                 Row("ours"),
-                Row("ours, swaps only x and o",     "--alpha 0"),
+                # no comma in a label of a table that takes --rows, whose labels commas separate
+                Row("ours swaps only x and o",      "--alpha 0"),
                 Row("ours bf16 states",             "--moments bf16 --grad-sums dtype"),
             ],
             flags="--batch 1",
@@ -903,7 +923,8 @@ def make_tables(ranks: int, nodes: int, short_seq: int) -> dict[str, Table]:
                 Row("states on the GPU",            "--os-place gpu"),
                 Row("states on the host",           "--os-place host"),
                 Row("states on the host in the open",
-                    "--os-place host --overlap param_gather,grad_scatter,grad_reduce,param_broadcast"),
+                    "--os-place host "
+                    "--overlap param_gather,grad_scatter,grad_reduce,param_broadcast"),
             ],
             flags="--batch 1",
             variants=seqs,
@@ -964,7 +985,7 @@ UNKNOWN = "-"
 
 def plan_text(row: dict) -> str:
     """Return the plan of a row of ours: the sharding factors p,g,os, each other degree above 1, and
-    how activations are treated."""
+    how activations are treated. The docstring of this file has an example."""
     if not row.get("sp") or row["label"].startswith(tuple(PEERS)):
         return UNKNOWN
     text = f"{row['p']},{row['g']},{row['os']}"
@@ -1055,9 +1076,10 @@ TRAIN_FLAGS = {  # flag of train.py, which is added to every row's flags -> its 
     "batch": "sequences per step",
     "tp": "auto: also measure plans with tensor parallelism",
     "pp": "auto: also measure plans with a pipeline",
-    "host_memory": "bytes of host memory per node that it may swap to, for example 160G (pinning "
+    "host_memory": "bytes of host memory per node that a step may use, for example 160G (pinning "
     "more takes longer)",
-    "gpu_memory": "bytes of GPU memory that it may use, for example 80G to imitate a smaller GPU",
+    "gpu_memory": "bytes of memory that a step may use per GPU, for example 80G to imitate a "
+    "smaller GPU",
 }
 
 
@@ -1111,10 +1133,12 @@ def check(args: argparse.Namespace, table: Table) -> None:
     name = args.table
     takes = f"{table.takes} host_memory gpu_memory".split()
     for flag in args.given:
-        if args.profile or flag not in takes:
+        if args.profile:
+            raise ValueError(f"{planner.flag_name(flag)}: --profile takes no flag but --out")
+        if flag not in takes:
             raise ValueError(
                 f"{planner.flag_name(flag)}: table {name} takes only "
-                f"{', '.join(map(planner.flag_name, takes))}, and --profile takes none of them"
+                f"{', '.join(map(planner.flag_name, takes))}"
             )
     if name in ("trace", "idle") and not torch.cuda.is_available():
         raise ValueError(f"table {name} measures GPUs, and there are none here")
@@ -1209,7 +1233,8 @@ def duration(args: argparse.Namespace, bench: Bench) -> str:
     if args.table == "step":
         return "This takes less than ten minutes."
     return (
-        "A row takes about a minute with its warm-up, and several where a step takes many seconds."
+        "A row takes about a minute with its warm-up, or several minutes if a step takes many "
+        "seconds."
     )
 
 
@@ -1275,7 +1300,7 @@ def split_nodes(args: argparse.Namespace) -> None:
     os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
     os.environ["NCCL_HOSTID"] = f"node{int(os.environ['LOCAL_RANK']) // ranks}"
     os.environ["LOCAL_WORLD_SIZE"] = str(ranks)  # train.py plans for so many ranks per node
-    if not args.host_memory:
+    if not args.host_memory:  # each of these nodes gets an equal share of this node's memory
         args.flags += f" --host-memory {int(host_budget(nodes, None))}"
 
 

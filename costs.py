@@ -89,7 +89,7 @@ import torch
 import model as llama
 from attention import KERNELS
 from fp8 import E4M3, can_use_float8
-from hardware import Profile, interpolate, interpolate_twice, nearest_host
+from hardware import Profile, interpolate, interpolate_twice, launch_host
 from model import ModelConfig, flops_per_token
 from offload import ActivationPlan, matrices_of, trace_block
 from ops import LOSS_ELEMENTS, accumulation_dtype
@@ -1137,13 +1137,13 @@ class Estimator:
 
     kernel: the attention kernel. processor: the name of the host's processor, which launches
     kernels. If the profile does not have them, the nearest ones are used (nearest_kernel,
-    hardware.nearest_host).
+    hardware.launch_host).
     """
 
     def __init__(self, profile: Profile, kernel: str = "auto", processor: str = ""):
         self.profile = profile
         self.attention = profile.attention[nearest_kernel(profile, kernel)]
-        self.launch = profile.launch[nearest_host(profile, processor)]
+        self.launch = profile.launch[launch_host(profile, processor)]
         self.outside_profile = set()  # operations that the profile has no points for, in words
         self.products = functools.cache(self.products)
         self.collective = functools.cache(self.collective)

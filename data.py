@@ -15,7 +15,7 @@ the number of ranks. A resumed run needs only the number of samples that it has 
     corpus, val_corpus = open_corpus("transformers")
     train, val = split(corpus, val_corpus, seq=256, seed=0)
     train.sample(0).tokens              # (T + 1,) int64: the first sample of step 0
-    train.sample(0).counts              # (T + 1,) bool: which of them count as labels
+    train.sample(0).is_label            # (T + 1,) bool: which of them may be labels
 
 A token is a byte of a text, or an id in a .bin file. FILE.bin.json beside FILE.bin, the *sidecar*,
 says what a .bin file holds:
@@ -72,15 +72,17 @@ MIX_BLOCK = 1000  # samples per block of a mixture. All blocks have the same sha
 # ---------------------------------------------------------------------------- opening files safely
 #
 # A folder that somebody else prepared may hold anything. Opening a FIFO blocks, reading a device
-# never ends, and a link may lead to a private file. These functions guard checkpoints, imports,
-# tokenizers, the files beside FILE.bin, and the files that a run writes. A missing file is no error
-# here. Otherwise they allow:
+# never ends, and a link may lead to a private file. The first functions below check a path before
+# it is opened. They are used for checkpoints, imported Hugging Face models, tokenizers, the files
+# beside FILE.bin, and the files that a run writes. A missing file passes each check. A path that
+# exists must be:
 #
 #     regular          a regular file, or a link to one
 #     own_file         the same, if the file lies in the given folder
 #     own_or_absent    a regular file, but no link, because the run writes to it
 #
-# The files of --data themselves may be links: find_files takes those that lead to a regular file.
+# They do not check the files of --data. Those may be links: find_files takes a link that leads to a
+# regular file.
 
 
 def regular(path: Path) -> Path:
@@ -114,9 +116,10 @@ def may_not_read(path: Path) -> PermissionError:
 def own_file(path: Path, folder: Path) -> Path:
     """Return `path`, after a check that it is a regular file in `folder`.
 
-    Raises OSError if it is a link that leads out of the folder. An export copies files of such
-    folders, and would publish the file that the link leads to. There is one exception. In a Hugging
-    Face cache, the files of a snapshot are links to `blobs`, which lies outside of the snapshot:
+    Raises OSError if it is a link that leads out of the folder, because an export copies the
+    files of a tokenizer's folder, and would publish the file that the link leads to. There is one
+    exception. In a Hugging Face cache, the files of a snapshot are links to the folder `blobs`,
+    which lies outside of the snapshot:
 
         models--org--name/snapshots/REVISION/config.json -> ../../blobs/HASH
     """
@@ -197,7 +200,8 @@ def parse_mixture(data: str) -> list[Source]:
 
     form = "Write --data PATH:WEIGHT,PATH:WEIGHT, such as a.bin:0.7,b.bin:0.3"
     sources = []
-    text = ""  # the pieces of the next source so far: a path with commas has several
+    # The pieces of the next source so far. A path that has commas consists of several pieces
+    text = ""
     for piece in data.split(","):
         text += piece
         path, _, weight = text.rpartition(":")
@@ -233,14 +237,14 @@ def is_positive_number(text: str) -> bool:
 
 
 def find_files(data: str, leave_out: Iterable[str | Path] = ()) -> tuple[list[Path], list[Path]]:
-    """Return the sorted files of a source to train on, and its files for validation: [val.bin] or
-    [].
+    """Return the sorted files of a source to train on, and its files for validation.
 
     data: a file, a folder, or a name of BUILT_IN.
     leave_out: folders that the run writes. If `data` is a folder, no file in these folders is
     taken, even if a link leads to it.
 
-    If a folder has .bin files, only these are taken. Hidden files and folders are left out. Links
+    The file val.bin at the top of a folder is the only file for validation. If a folder has other
+    .bin files, only these are trained on. Hidden files and folders are left out. Links
     to folders are followed. A file or folder that several links lead to is taken once. Raises
     ValueError if there are no files, and OSError if a folder cannot be read.
     """
@@ -253,7 +257,7 @@ def find_files(data: str, leave_out: Iterable[str | Path] = ()) -> tuple[list[Pa
         files = walk(root, [Path(folder).resolve() for folder in leave_out])
     else:
         files = []
-    if not (data and files):
+    if not (data and files):  # the path "" is the current folder, which nobody has named
         raise ValueError(f"--data {data}: no such file or folder, or no files in it")
 
     val = [file for file in files if file == root / "val.bin"]
@@ -263,7 +267,8 @@ def find_files(data: str, leave_out: Iterable[str | Path] = ()) -> tuple[list[Pa
 
 
 def walk(root: Path, leave_out: list[Path]) -> list[Path]:
-    """Return the sorted files below a folder. leave_out: as in find_files, without links."""
+    """Return the sorted files below a folder. leave_out: as in find_files, as real paths, which
+    have no links in them. Raises ValueError or OSError as find_files does."""
 
     def is_left_out(real: Path) -> bool:
         return any(real.is_relative_to(folder) for folder in leave_out)
@@ -304,20 +309,20 @@ def walk(root: Path, leave_out: list[Path]) -> list[Path]:
 
 # ---------------------------------------------------------------------------- built-in data
 #
-# The default data are Python files that everybody has: those of the package transformers, in the
-# version that requirements.txt pins. So everybody sees the same losses.
+# The default data are the Python files of the package transformers, in the version that
+# requirements.txt pins. Everybody has these files, so everybody sees the same losses.
 
 PACKAGE = "transformers"
 PACKAGE_VERSION = "5.23.0"
-PACKAGE_BYTES = 8_000_000  # the package has more: the last files in the order of names are left out
-PACKAGE_CRC32 = 3077760862  # of all files, one after the other
+PACKAGE_BYTES = 8_000_000  # the package has more, so the files that come last by name are left out
+PACKAGE_CRC32 = 3077760862  # of the files that are taken, one after the other
 
 
 class PackageFiles(NamedTuple):
     """The files of --data transformers on this machine."""
 
     files: tuple[Path, ...]
-    difference: str  # how they differ from what everybody has, as a sentence; "" if they do not
+    difference: str  # a clause: how they differ from PACKAGE_VERSION's files; "" if they do not
 
 
 @functools.cache
@@ -390,7 +395,7 @@ def is_text(file: Path) -> bool:
     """Return whether a file can be read, and is UTF-8 text without a NUL byte."""
     try:
         return "\0" not in file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError):  # some packages test other encodings
+    except (OSError, UnicodeDecodeError):  # some packages have files in other encodings, as tests
         return False
 
 
@@ -430,7 +435,7 @@ class Format(NamedTuple):
     """A kind of files that are not plain text, and that are recognised by their first bytes."""
 
     words: str  # as a message says it: "FILE is ..."
-    start: bytes  # a regular expression for the first bytes
+    pattern: bytes  # a regular expression that matches the file's first bytes
     prepared: bool  # whether prepare.py reads such files
 
 
@@ -446,7 +451,7 @@ FORMATS = {
     "pdf": Format("a PDF file", rb"%PDF-", False),
     "hdf5": Format("an HDF5 file", rb"\x89HDF", False),
 }
-# the endings of files whose text lies in the fields of records. prepare.py reads all of them
+# Endings of files that hold records, with the text in one field. prepare.py reads all of them
 RECORD_ENDINGS = {
     ".jsonl": "JSON Lines",
     ".ndjson": "JSON Lines",
@@ -457,23 +462,31 @@ RECORD_ENDINGS = {
 }
 
 
-def kind_of(start: bytes) -> str:
+def kind_of(head: bytes) -> str:
     """Return the key of FORMATS for a file that begins with these bytes, or "" if there is none."""
-    return next((kind for kind, known in FORMATS.items() if re.match(known.start, start)), "")
+    for kind, known in FORMATS.items():
+        if re.match(known.pattern, head):
+            return kind
+    return ""
 
 
 def format_of(path: Path) -> tuple[str, bool]:
     """Return the format of a file that is not plain text, such as "gzip-compressed", and whether
-    prepare.py reads it. ("", False) means that no format is recognised. Raises OSError."""
+    prepare.py reads it. ("", False) means that no format is recognised.
+
+    Whatever its ending, a file is JSON Lines if its first two lines that are not blank are JSON
+    objects. Raises OSError.
+    """
     with open(path, "rb") as handle:
-        start = handle.read(16)
-        if kind := kind_of(start):
+        head = handle.read(16)
+        if kind := kind_of(head):
             return FORMATS[kind].words, FORMATS[kind].prepared
-        if start.lstrip()[:1] == b"{":
+        if head.lstrip().startswith(b"{"):
             handle.seek(0)
-            # skip blank lines. A record may be very long, so a read of a line has a limit
-            lines = filter(bytes.strip, iter(lambda: handle.readline(SCAN_TOKENS), b""))
-            if is_json_object(next(lines, b"")) and is_json_object(next(lines, b"")):
+            # A record may be very long, so a line is read only up to a limit
+            lines = iter(lambda: handle.readline(SCAN_TOKENS), b"")
+            records = filter(bytes.strip, lines)  # leaves out blank lines
+            if is_json_object(next(records, b"")) and is_json_object(next(records, b"")):
                 return "JSON Lines", True
     ending = path.suffix.lower()
     return RECORD_ENDINGS.get(ending, ""), ending in RECORD_ENDINGS
@@ -488,7 +501,7 @@ def is_json_object(line: bytes) -> bool:
 
 
 def refuse_format(path: Path) -> None:
-    """Raise ValueError if format_of recognises a file as something else than text or token ids."""
+    """Raise ValueError if format_of recognises a file as something other than text or ids."""
     name, prepared = format_of(path)
     if name == FORMATS["numpy"].words:
         raise ValueError(
@@ -513,16 +526,16 @@ def check_text(path: Path, vocab: int = 256) -> None:
     start = 0  # the position of the block's first byte in the file
     with open(path, "rb") as handle:
         while True:
-            block = handle.read(SCAN_TOKENS)
-            nul = block.find(b"\0")
+            block = handle.read(SCAN_TOKENS)  # empty at the end of the file
+            text, nul, _ = block.partition(b"\0")  # nul is empty if the block has no NUL byte
             # the decoder keeps the first bytes of a character that the previous block cut
             kept = len(decoder.getstate()[0])
             try:
-                decoder.decode(block, final=not block)
+                decoder.decode(text, final=not block)
             except UnicodeDecodeError as e:
                 refuse_bytes(path, start - kept + e.start, e.reason)
-            if nul >= 0:
-                refuse_bytes(path, start + nul, "a NUL byte")
+            if nul:
+                refuse_bytes(path, start + len(text), "a NUL byte")
             if vocab < 256 and block and max(block) >= vocab:
                 raise ValueError(
                     f"--data: {path} has a byte of value {max(block)}, and each byte is a token, "
@@ -535,7 +548,7 @@ def check_text(path: Path, vocab: int = 256) -> None:
 
 
 def refuse_bytes(path: Path, position: int, reason: str) -> None:
-    """Raise ValueError about a file that is not text. position: of the first wrong byte."""
+    """Raise ValueError for a file that is not text. position: of its first wrong byte."""
     raise ValueError(
         f"--data: {path} is not UTF-8 text: {reason} at byte {position}. Convert it, for example "
         "with iconv, or keep it out of the folder. If it holds token ids, call it NAME.bin"
@@ -549,7 +562,7 @@ class Window(NamedTuple):
     """Neighbouring tokens of a corpus."""
 
     tokens: np.ndarray  # (n,) int64
-    counts: np.ndarray  # (n,) bool: whether a token counts as a label
+    is_label: np.ndarray  # (n,) bool: whether a token counts as a label
 
 
 @dataclass(frozen=True)
@@ -559,11 +572,11 @@ class TokenFile:
     path: Path
     dtype: np.dtype  # of a token; uint8 for text
     count: int  # tokens
-    document_token: int | None = None  # the id that ends each document; -1: none; None: not said
+    document_token: int | None = None  # the id that ends each document; -1: none; None: not known
     ignored_id: int = -1  # an id that is never a label; -1: none
-    vocab: int = 0  # number of ids of the tokenizer that wrote the file; 0: not said
-    mask: Path | None = None  # a file with one byte per token
-    index: Path | None = None  # Megatron's .idx, if document_token was found with it
+    vocab: int = 0  # number of ids of the tokenizer that wrote the file; 0: not known
+    mask: Path | None = None  # a file with one byte per token. 1: the token counts as a label
+    index: Path | None = None  # Megatron's .idx, if document_token comes from it
 
     @property
     def is_text(self) -> bool:
@@ -573,16 +586,18 @@ class TokenFile:
         """Return the tokens start ... start + count - 1. Raises OSError if the file has become
         shorter."""
         tokens = self.read_array(self.path, self.dtype, start, count).astype(np.int64)
-        counts = tokens != self.ignored_id
+        is_label = tokens != self.ignored_id
         if self.mask:
-            counts &= self.read_mask(start, count) == 1
-        return Window(tokens, counts)
+            is_label &= self.read_mask(start, count) == 1
+        return Window(tokens, is_label)
 
     def read_mask(self, start: int, count: int) -> np.ndarray:
         """Return the bytes (count,) of the mask. Raises OSError as read() does."""
         return self.read_array(self.mask, np.dtype("u1"), start, count)
 
     def read_array(self, path: Path, dtype: np.dtype, start: int, count: int) -> np.ndarray:
+        """Return the elements start ... start + count - 1 of a file, which has one per token.
+        Raises OSError as read() does."""
         # no memory map: if a mapped file becomes shorter, reading it kills the process (SIGBUS)
         array = np.fromfile(path, dtype, count, offset=start * dtype.itemsize)
         if len(array) < count:
@@ -639,7 +654,8 @@ def describe(path: Path, vocab: int = 0) -> TokenFile:
     if sidecar.get("mask"):
         file = replace(file, mask=find_mask(path, sidecar["mask"], count))
     if index and file.document_token is None and len(index.ends):
-        # The last token of the first document. check_tokens checks that it ends all documents
+        # An index says where documents end, but not with which token. So take the last token of
+        # the first document. check_tokens checks that it ends all documents
         last_token = int(file.read(index.ends[0], 1).tokens[0])
         file = replace(file, document_token=last_token, index=index_path)
     return file
@@ -751,9 +767,9 @@ def certain_width(path: Path, size: int, vocab: int) -> np.dtype:
     """Return the dtype of the ids in a .bin file without sidecar and index: uint16, if this is
     certain.
 
-    size: bytes of the file. vocab: the number of ids that the model has, or 0. If 2-byte ids are
-    read as 4-byte ids, some of the numbers are larger than any tokenizer's ids, such as the last
-    one here:
+    size: bytes of the file. vocab: the number of ids that the model has, or 0 if it is not known.
+    When 2-byte ids are read as 4-byte ids, some of the results are larger than any tokenizer's
+    ids, such as the last one here:
 
         bytes             0b 00 0c 00     1f 01 c2 05
         2-byte ids        11    12        287   1474
@@ -762,16 +778,17 @@ def certain_width(path: Path, size: int, vocab: int) -> np.dtype:
     The ids certainly have 2 bytes in three cases:
 
         - 4 does not divide the size of the file.
-        - A 4-byte id would be larger than any tokenizer's.
+        - A 4-byte id would be MOST_IDS or more, and not below `vocab`.
         - All 2-byte ids are below 16, and some 4-byte id would be 65536 or more. Real 4-byte ids
-          would also have larger numbers in their lower halves.
+          would have lower halves of 16 or more, too. (16 is MOST_IDS / 65536. A larger `vocab`
+          raises it.)
 
     Only about the first 32 MiB are read. Raises ValueError if the width is not certain, or if the
     file is text or has another format than ids.
     """
     refuse_format(path)
-    limit = max(vocab, MOST_IDS)  # every 4-byte id is below it
-    high_limit = limit >> 16  # so the upper half of a 4-byte id is at most this
+    limit = max(vocab, MOST_IDS)  # every real 4-byte id is below it
+    high_limit = limit >> 16  # so the upper half of a real 4-byte id is at most this
     largest = largest_low = largest_high = 0
     with open(path, "rb") as handle:
         block = handle.read(2**16)
@@ -801,10 +818,11 @@ def certain_width(path: Path, size: int, vocab: int) -> np.dtype:
     )
 
 
-def is_utf8(start: bytes) -> bool:
-    """Return whether a file that begins with these bytes may be UTF-8 text."""
+def is_utf8(head: bytes) -> bool:
+    """Return whether a file that begins with these bytes may be UTF-8 text. The last character may
+    be cut off."""
     try:
-        codecs.getincrementaldecoder("utf-8")().decode(start)
+        codecs.getincrementaldecoder("utf-8")().decode(head)
         return True
     except UnicodeDecodeError:
         return False
@@ -846,13 +864,13 @@ def open_corpus(
 
 
 def choose_document_token(corpora: list[Corpus], flag: int | None) -> int:
-    """Return the id with which the documents of --data end, or -1 if attention crosses documents.
+    """Return the id that ends each document of --data, or -1 if attention crosses documents.
 
-    flag: --document-token, or None if it is auto. -1 always counts. Another id counts if no file
-    says which token ends its documents. Raises ValueError if the flag contradicts a file, or if the
-    flag is auto and files contradict each other.
+    flag: --document-token, or None if it is auto. -1 always wins. Another id is returned if each
+    file names the same one or none. Raises ValueError if the flag contradicts a file, or if the
+    flag is auto and two files differ, even if one of them names no token.
     """
-    # document token -> a file that has it
+    # document token -> a file that names it. None -> a file that names none
     files = {file.document_token: file for corpus in corpora for file in corpus.files}
     if flag == -1:
         return -1
@@ -879,9 +897,9 @@ def choose_document_token(corpora: list[Corpus], flag: int | None) -> int:
 
 
 def check_apart(corpora: list[Corpus]) -> None:
-    """Raise ValueError if two sources have the same file, because the run would train on one
-    source's validation data as a part of the other source."""
-    found = {}  # real path -> the name by which it was found
+    """Raise ValueError if two sources have the same file. Each source holds out its own validation
+    data, so the run would train on one source's validation data as a part of the other source."""
+    found = {}  # real path -> the path by which it was found
     for file in [file for corpus in corpora for file in corpus.files]:
         first = found.setdefault(file.path.resolve(), file.path)
         if first is not file.path:
@@ -922,10 +940,10 @@ def check_tokens(
 
     with_documents: whether attention stays inside documents; otherwise their ends do not matter.
     The `world` ranks share the work. A piece of work is a whole text, or a block of SCAN_TOKENS
-    ids, and each rank takes every world-th piece. Files of ids for which nothing can be wrong are
-    not read.
+    ids. Rank r takes the pieces r, r + world, r + 2 world ... A file of ids is not read if none of
+    these errors is possible in it.
     """
-    numbers = itertools.count()  # of the pieces of work
+    numbers = itertools.count()  # numbers the pieces of work: 0, 1, 2 ...
     for file in [file for corpus in corpora for file in corpus.files]:
         if file.is_text:
             if next(numbers) % world == rank:
@@ -980,9 +998,9 @@ def check_block(file: TokenFile, start: int, vocab: int, ends: np.ndarray | None
 
 
 def fingerprint(corpora: list[Corpus]) -> dict[str, int]:
-    """Return the number of data files, and a checksum of their names, dtypes, token counts, ignored
-    ids and masks' names. train.py compares both between ranks, and with the checkpoint that a run
-    resumes."""
+    """Return the number of data files, and a checksum of what describes them: their names, dtypes,
+    token counts, ignored ids and masks' names, but not their tokens. train.py compares both between
+    ranks, and with the checkpoint that a run resumes."""
     files = [
         (file.path.name, file.dtype.str, file.count, file.ignored_id, file.mask and file.mask.name)
         for corpus in corpora
@@ -1007,8 +1025,8 @@ class Sequences:
     count: int  # the number of windows in the range
     seq: int  # T
     seed: int  # decides the order of the windows
-    ahead: int = 1  # labels per token. 1: the next token; n: the next n tokens
-    # epoch -> order of its windows. Only one epoch is kept, because a run needs one at a time
+    ahead: int = 1  # labels per input token. 1: the next token; n: the next n tokens
+    # Epoch -> the order of its windows. Only one epoch is kept, because a run needs one at a time
     orders: dict[int, np.ndarray] = field(default_factory=dict, compare=False, repr=False)
 
     def order(self, epoch: int) -> np.ndarray:
@@ -1019,7 +1037,8 @@ class Sequences:
         return self.orders[epoch]
 
     def window(self, i: int) -> Window:
-        """Return window i in the order of the corpus. It has T + ahead tokens or fewer."""
+        """Return window i in the order of the corpus. It has T + `ahead` tokens, or fewer at the
+        corpus's end."""
         start = self.first + i * self.seq
         return self.corpus.read(start, min(start + self.seq + self.ahead, len(self.corpus)))
 
@@ -1064,8 +1083,9 @@ def split(
 def block_shares(sources: list[Source]) -> list[int]:
     """Return how many of MIX_BLOCK samples each source gets.
 
-    The shares are proportional to the weights, and are rounded so that their sum is MIX_BLOCK: the
-    largest remainders are rounded up. Raises ValueError if a source gets no samples.
+    The shares are proportional to the weights. They are rounded so that their sum is MIX_BLOCK:
+    those with the largest fractions are rounded up. For example, three equal weights give 334, 333
+    and 333. Raises ValueError if a source gets no samples.
     """
     total = math.fsum(source.weight for source in sources)
     quotas = [MIX_BLOCK * (source.weight / total) for source in sources]
@@ -1094,9 +1114,9 @@ class Mixture:
         k    0  0  1  0    0  0  1  0
         j    0  1  0  2    3  4  1  5
 
-    Each source has its own epochs: after its last window it begins again, in a new order. If the
-    weights change on resume, each source continues where a run that always had the new weights
-    would be. So some of its samples are skipped or drawn again.
+    Each source has its own epochs: when all of its windows are drawn, it begins again, in a new
+    order. If the weights change on resume, each source continues where a run that always had the
+    new weights would be. So some of its samples are skipped or drawn again.
     """
 
     sources: tuple[Sequences, ...]
@@ -1108,7 +1128,7 @@ class Mixture:
         come before it in the block."""
         source = np.repeat(np.arange(len(self.shares)), self.shares)
         before = np.concatenate([np.arange(share) for share in self.shares])
-        # a block is divided into shares[k] equal parts, with a sample of source k in each middle
+        # Divide the block into shares[k] equal parts: source k has a sample in each middle
         order = ((before + 0.5) / np.array(self.shares)[source]).argsort(kind="stable")
         return source[order], before[order]
 
@@ -1137,6 +1157,6 @@ class Mixture:
         return self.sources[k].window(number % self.sources[k].count)
 
     def epochs(self, samples: int) -> list[float]:
-        """Return how many epochs of each source so many samples of the mixture take."""
+        """Return how many epochs of each source this number of the mixture's samples takes."""
         drawn = [samples * share / sum(self.shares) for share in self.shares]
         return [count / source.count for count, source in zip(drawn, self.sources)]

@@ -10,9 +10,9 @@ interpolated. Before the first point and after the last one it stays constant. A
 AMSP (section IV), collectives have measured bandwidths by size. The model latency + bytes /
 bandwidth (alpha-beta) does not fit them, because NCCL changes its algorithm with the size.
 
-Example: profile h200x2 has the forward of FlashAttention-4 at 614 TFLOP/s on 16,384 tokens
-and at 635 on 65,536. On 32,768 tokens the rate is their mean, 625, because log 32,768 is half-way
-between log 16,384 and log 65,536.
+Example: profile h200x2 has the forward of cuDNN's attention at 531 TFLOP/s on 4,096 tokens and at
+577 on 16,384. On 8,192 tokens the rate is their mean, 554, because log 8,192 is half-way between
+log 4,096 and log 16,384.
 
 A Profile is a file, results/profiles/NAME.json. `bench.py --profile NAME` measures one with
 measure.py, or someone puts it together from published numbers, each with its source. Nothing in a
@@ -46,10 +46,11 @@ PRODUCTS = ("forward", "input_grad", "weight_grad", "weight_grad_sum")
 FLOAT8_PRODUCTS = tuple(f"fp8_{kind}" for kind in PRODUCTS)
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "broadcast", "all_to_all")
 PASSES = ("forward", "backward")
-# what a host launches: one head group of attention with its all-to-alls, and a layer's kernels
+# what a host launches: a layer's kernels per pass, and one head group of attention with its
+# all-to-alls per pass
 HEAD_GROUP_LAUNCHES = ("head group forward", "head group backward")
 LAUNCHES = (*PASSES, *HEAD_GROUP_LAUNCHES)
-# the same for a layer whose products run in float8, if the GPU can. It has more kernels
+# a layer's kernels if its products run in float8, if the GPU can. They are more kernels
 FLOAT8_LAUNCHES = ("fp8 forward", "fp8 backward")
 OVERLAPS = ("collectives", "all_to_all")
 Points = list[list[float]]  # each [size, rate] or [tokens, width, rate], in ascending order
@@ -113,7 +114,7 @@ def indented(value, depth=0) -> str:
 
 def interpolate(points: Points, at: float) -> float:
     """Return the rate at a size. Between points [size, rate] it is linear in the logarithm of the
-    size; beyond the first and the last point it is constant."""
+    size. Before the first point and after the last one it is constant."""
     sizes, rates = zip(*points)
     return float(np.interp(math.log(at), np.log(sizes), rates))
 
@@ -130,7 +131,7 @@ def interpolate_twice(points: Points, tokens: float, width: float) -> float:
     return interpolate(rates, width)
 
 
-def nearest_host(profile: Profile, processor: str = "") -> str:
+def launch_host(profile: Profile, processor: str = "") -> str:
     """Return the processor whose launch seconds are used for `processor`.
 
     That is `processor` itself if the profile has it, and otherwise the profile's first one.
@@ -173,7 +174,8 @@ def scaled(
     """Return a profile with its rates multiplied by factors. changes: other fields to set.
 
     flops scales matrix products and attention; memory scales element-wise kernels and the update;
-    network scales collectives; host scales copies to and from the host.
+    network scales collectives; host scales copies to and from the host. Casts scale with memory, as
+    element-wise kernels do.
     """
     factors = {
         "products": flops,
@@ -193,7 +195,7 @@ def scaled(
 # ---------------------------------------------------------------------------- which profile
 
 
-WITHOUT_FLOAT8 = r"A100|A800"  # GPUs that have no tensor cores for it
+WITHOUT_FLOAT8 = r"A100|A800"  # GPUs whose tensor cores cannot multiply float8
 
 # Data sheets, by a pattern of PyTorch's device name. The first pattern that matches counts. If a
 # GPU has no profile, the ratios between its row and the H200's row scale the H200's profile.
@@ -240,8 +242,9 @@ def load_profile(name: str, per_node: int | None = None) -> Profile:
     name: the name of a profile in results/profiles (upper or lower case), the path of a profile's
     file, or the name of a GPU (find_profile).
 
-    per_node: GPUs per node, for a GPU's name (default: 8) and for a profile of one GPU, which
-    has no network (add_network). Any other profile keeps its own number.
+    per_node: GPUs per node. The default is 8 for the name of a GPU, and a profile's own number for
+    a profile. A profile that was measured on smaller nodes takes its network from an H200's profile
+    if add_network says so. Any other profile keeps its own number.
 
     Raises ValueError if there is no such profile, or if its file is wrong.
     """
@@ -255,9 +258,10 @@ def load_profile(name: str, per_node: int | None = None) -> Profile:
         check_profile(profile)
     except Exception as e:  # the file may hold anything
         gpus = ", ".join(SHEETS).replace(".*", " ")
+        reason = f"{e.args[0]!r} is missing" if isinstance(e, KeyError) else e.args[-1]
         raise ValueError(
             f"--cluster {name}: {path} is no profile as bench.py --profile writes it: "
-            f"{e.args[-1]}. Give a profile's file, or one of {', '.join(profile_files())}; or a "
+            f"{reason}. Give a profile's file, or one of {', '.join(profile_files())}; or a "
             f"GPU by its name, {gpus}. For another GPU, name the nearest of these, and give "
             "--gpu-memory"
         ) from e
@@ -276,11 +280,12 @@ def check_profile(profile: Profile) -> None:
         tables.append(("casts", 1, [[profile.casts]]))
 
     if not profile.launch or not profile.attention:
-        raise ValueError("launch and attention: at least one host, and at least one kernel")
+        raise ValueError("launch needs at least one host, and attention at least one kernel")
     for host, seconds in profile.launch.items():
         if not isinstance(seconds, dict):
             raise ValueError(
-                f"launch {host} {seconds}: the seconds of a host for each of {', '.join(LAUNCHES)}"
+                f"launch {host} {seconds}: give the seconds of a host for each of "
+                f"{', '.join(LAUNCHES)}"
             )
         float8 = [kind for kind in FLOAT8_LAUNCHES if kind in seconds]
         tables += [(f"launch {host} {kind}", 1, [[seconds[kind]]]) for kind in (*LAUNCHES, *float8)]
@@ -290,7 +295,7 @@ def check_profile(profile: Profile) -> None:
     for kernel, rates in profile.attention.items():
         if not isinstance(rates, dict):
             raise ValueError(
-                f"attention {kernel} {rates}: the rates of a kernel, forward and backward"
+                f"attention {kernel} {rates}: give the rates of a kernel, forward and backward"
             )
         tables += [(f"attention {kernel} {kind}", 2, rates[kind]) for kind in PASSES]
     tables += [(f"overlap {kind}", 2, [profile.overlap[kind]]) for kind in OVERLAPS]
@@ -298,9 +303,9 @@ def check_profile(profile: Profile) -> None:
         tables += [(f"{op} {mesh}", 2, points) for mesh, points in profile.collectives[op].items()]
 
     for name, size, points in tables:
-        whole = all(len(point) == size and all(map(is_positive, point)) for point in points)
-        if not points or not whole:
-            raise ValueError(f"{name} {points}: {size} positive numbers per point")
+        valid = all(len(point) == size and all(map(is_positive, point)) for point in points)
+        if not points or not valid:
+            raise ValueError(f"{name} {points}: give {size} positive numbers per point")
         if points != sorted(points):
             raise ValueError(f"{name} {points}: the points must be in ascending order")
 
@@ -361,7 +366,7 @@ def scale_by_data_sheet(device_name, per_node):
 
     *ratios, _ = np.divide(sheet, base_sheet).tolist()  # of FLOP/s, memory, NVLink, PCIe
     gib = sheet[-1]
-    if re.search(WITHOUT_FLOAT8, device_name):
+    if re.search(WITHOUT_FLOAT8, device_name, re.IGNORECASE):
         products = {kind: base.products[kind] for kind in PRODUCTS}
         base = replace(base, products=products)
     return scaled(
@@ -380,14 +385,17 @@ def add_network(profile, per_node):
 
     A profile measured on one GPU has none, and the network of a profile measured on two GPUs is not
     that of eight. Such a profile takes the network's rates from an H200's profile with larger
-    nodes, scaled by the data sheets. Launching a head group takes at least as long as there,
-    because fewer GPUs launch fewer copies. If per_node > 1, the profile also takes the rates of
-    copies to the host and the host's memory, because the GPUs of a node share them.
+    nodes, scaled by the data sheets. Its seconds to launch a head group are raised to those of the
+    H200's profile, because the host launches one copy per GPU of a node, and the profile was
+    measured with fewer GPUs. If per_node > 1, the profile also takes the rates of copies to the
+    host and the host's memory, because the GPUs of a node share them.
 
-    Returned as they are: a profile that was measured on a node of this size or a larger one, an
-    H200's own profile, and that of a device without a data sheet, since nothing can be scaled.
+    A profile that has rates of the network is returned as it is if it was measured on a node of
+    this size or a larger one, if it is an H200's, or if its device has no data sheet, because then
+    nothing can be scaled.
     """
-    if any(profile.collectives.values()):
+    has_network = any(profile.collectives.values())
+    if has_network:
         sheet = find_sheet(profile.device)
         if profile.per_node >= per_node or sheet in (None, find_sheet(BASE)):
             return profile
@@ -402,7 +410,7 @@ def add_network(profile, per_node):
     rates = {name: getattr(shared, name) for name in names}
     rates["launch"] = {}
     for host, seconds in profile.launch.items():
-        with_all_to_alls = shared.launch[nearest_host(shared, host)]
+        with_all_to_alls = shared.launch[launch_host(shared, host)]
         longer = {kind: max(seconds[kind], with_all_to_alls[kind]) for kind in HEAD_GROUP_LAUNCHES}
         rates["launch"][host] = seconds | longer
     return replace(profile, **rates, sources=sources)

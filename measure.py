@@ -2,20 +2,21 @@
 
     torchrun --nproc_per_node 8 bench.py --profile NAME
 
-runs every measurement of `Machine` on all ranks at the same time, and writes a hardware.Profile to
-results/profiles/NAME.json. Each measurement is one method:
+This command runs every measurement of `Machine` on all ranks at the same time, and writes a
+hardware.Profile to results/profiles/NAME.json. Each measurement is one method:
 
     product_rates       FLOP/s of matrix products, by tokens and width
     attention_rates     FLOP/s of each attention kernel that runs here, by sequence length
     collective_rates    bytes/s of collectives, by bytes and mesh (see hardware.py)
     update_rate         bytes/s of the update, with optimizer states on the GPU or on the host
     copy_rate           bytes/s of copies to the host
+    cast_rate           bytes/s of casts to float8, if the GPU has float8
     launch_seconds      seconds that the host takes to launch a layer, and a head group of attention
     overlap_factors     how much computation and communication slow down each other
     memory_rate         bytes/s of the element-wise kernels between products, launches included
 
-Only `memory_rate` is not timed by itself. It comes last: it times whole layers, and solves the
-equation by which costs.layer_seconds predicts a layer,
+Element-wise kernels are not timed by themselves. `memory_rate` comes last: it times whole layers,
+and solves the equation by which costs.layer_seconds predicts a layer,
 
     seconds of a layer = seconds of its products and attention + element-wise bytes / memory
 
@@ -79,7 +80,7 @@ class Machine:
     widths = (2048, 4096, 8192)
     seqs = (1024, 4096, 16384, 65536, 262144)  # tokens of a sequence, for attention
     sizes = (2**20, 2**23, 2**26, 2**29)  # bytes of collectives. Copies have the last size
-    middle = 4096  # tokens and width of whole layers
+    layer_size = 4096  # tokens and width of whole layers
 
     def __init__(
         self, device: torch.device, dtype: torch.dtype, kernels: Sequence[str], per_node: int
@@ -98,7 +99,7 @@ class Machine:
             self.seconds = 0.02
             self.tokens = self.widths = self.seqs = (256,)
             self.sizes = (2**16, 2**20)
-            self.middle = 256
+            self.layer_size = 256
 
     def profile(self, name: str, about: dict) -> Profile:
         """Measure every rate of a profile. about: hardware, versions, commit and command."""
@@ -172,7 +173,7 @@ class Machine:
                 dw = torch.zeros_like(w)
                 total = torch.zeros_like(w, dtype=accumulation_dtype(self.dtype))
                 flops = 2 * tokens * width**2
-                work = [
+                work = [  # x also stands for dy, which has the same shape
                     lambda: x @ w.t(),
                     lambda: x @ w,
                     lambda: weight_grad_into(x, x, dw, 0),
@@ -219,7 +220,7 @@ class Machine:
     def make_layers(self):
         """Return the config of a model of two layers, and a function that runs their forward and
         their backward."""
-        size = self.middle
+        size = self.layer_size
         model = self.make_model(2, size)
         positions = torch.arange(size, device=self.device)
         x = self.random(1, size, size).requires_grad_()
@@ -239,7 +240,7 @@ class Machine:
         only products and attention.
         """
         cfg, run = self.make_layers()
-        layer = cfg, self.dtype, self.middle, self.kernels[0]
+        layer = cfg, self.dtype, self.layer_size, self.kernels[0]
         products = layer_seconds(profile, *layer)  # seconds of products and attention
         # at 1 byte per second, a layer's element-wise seconds are its element-wise bytes
         moved = layer_seconds(replace(profile, memory=1.0), *layer) - products
@@ -256,7 +257,7 @@ class Machine:
             host    the bytes of optimizer states, once. They stream to the GPU and back at the same
                     time, so the rate is that of one direction
         """
-        model = self.make_model(4, self.middle)
+        model = self.make_model(4, self.layer_size)
         states = States(model, self.device, self.dtype, storage=storage)
         state_bytes = states.bytes()
         if storage == "gpu":
@@ -308,7 +309,7 @@ class Machine:
             fp8.use_float8(model, None, keeps_casts=False)
         states = States(model, self.device, self.dtype, micro_batches=micro_batches)
         ids = torch.arange(128, device=self.device)[None]
-        moments = []  # per micro-batch: begin of forward, begin of backward, end of backward
+        times = []  # per micro-batch: when forward begins, backward begins and backward ends
         for micro_batch in range(40):
             if micro_batch % micro_batches == 0:
                 states.begin_step()
@@ -317,8 +318,8 @@ class Machine:
             loss = model(ids, ids)
             middle = time.perf_counter()
             loss.backward()
-            moments.append([start, middle, time.perf_counter()])
-        warm = moments[2 * micro_batches :]  # two steps warm up
+            times.append([start, middle, time.perf_counter()])
+        warm = times[2 * micro_batches :]  # two steps warm up
         seconds = np.diff(warm).mean(0)  # of forward and backward
         return (seconds / layers).tolist()
 
@@ -344,7 +345,7 @@ class Machine:
         heads of head width 128 per rank. It is the median: a single delay of the host would be
         longer than the difference that head_group_launches looks for."""
         q, k, v, do = (self.random(1, 128, 8 * op.exchange.ranks, 128) for _ in range(4))
-        moments = []  # per call: the seconds of forward and of backward
+        seconds = []  # per call: of forward and of backward
         for _ in range(30):
             start = time.perf_counter()
             o, lse = op.forward(q, k, v)
@@ -352,9 +353,9 @@ class Machine:
             self.synchronize()  # so that backward begins with an empty queue, too
             start = time.perf_counter()
             op.backward(lambda: (do, []), q, k, v, o, lse)
-            moments.append([forward, time.perf_counter() - start])
+            seconds.append([forward, time.perf_counter() - start])
             self.synchronize()
-        return np.median(moments[5:], axis=0)  # five calls warm up
+        return np.median(seconds[5:], axis=0)  # five calls warm up
 
     def collective_rates(self):
         """Return bytes/s of collectives by operation and mesh, as points [bytes, bytes/s].
@@ -387,14 +388,13 @@ class Machine:
         one_node = ranks[-1] - ranks[0] < self.per_node
         exchange = Exchange(group, self.gpu and one_node and gpus_reach_each_other())
         (received,) = exchange.allocate_buffers([parts.shape], parts)
-        work = (
-            lambda: all_gather(whole, part, group=group),
-            lambda: reduce_scatter(part, whole, group=group),
-            lambda: dist.all_reduce(whole, group=group),
-            lambda: dist.broadcast(whole, group=group, group_src=0),
-            lambda: exchange.all_to_all([parts], [received]),
-        )
-        return dict(zip(COLLECTIVES, work))
+        return {
+            "all_gather": lambda: all_gather(whole, part, group=group),
+            "reduce_scatter": lambda: reduce_scatter(part, whole, group=group),
+            "all_reduce": lambda: dist.all_reduce(whole, group=group),
+            "broadcast": lambda: dist.broadcast(whole, group=group, group_src=0),
+            "all_to_all": lambda: exchange.all_to_all([parts], [received]),
+        }
 
     def overlap_factors(self):
         """Return by what factors computation and communication take longer while both run.
@@ -405,18 +405,18 @@ class Machine:
         group = Groups().get("profile", lambda r: 0)
         if not self.gpu or group is None:
             return dict.fromkeys(OVERLAPS, [1.0, 1.0])
-        run = self.collectives(group, self.sizes[-1])
+        collectives = self.collectives(group, self.sizes[-1])
         q = self.random(1, self.tokens[-1], 8, 128)
         _, layers = self.make_layers()
 
         def gather_and_scatter():
-            run["all_gather"]()
-            run["reduce_scatter"]()
+            collectives["all_gather"]()
+            collectives["reduce_scatter"]()
 
         return {
             "collectives": self.slow_downs(layers, gather_and_scatter),
             "all_to_all": self.slow_downs(
-                lambda: self.attention.forward(q, q, q), run["all_to_all"]
+                lambda: self.attention.forward(q, q, q), collectives["all_to_all"]
             ),
         }
 

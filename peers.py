@@ -7,8 +7,8 @@ like ours. A row's label in bench.py says which one it is:
                              states are sharded over os ranks, as ZeRO-3 if p > 1 and as ZeRO-2
                              otherwise. WHAT says which layers are recomputed in backward
                              (RECOMPUTED), and host keeps all model states in host memory
-    deepspeed WHAT           the same model and kernels, and the same WHAT, under DeepSpeed's ZeRO-3,
-                             with Ulysses in our attention instead of DeepSpeed's wrapper
+    deepspeed WHAT           the same model and kernels under DeepSpeed's ZeRO-3, with Ulysses in
+                             our attention instead of DeepSpeed's wrapper. WHAT is as for fsdp2
     transformers DTYPE ...   transformers' model on one GPU, compiled. fp32: float32 weights under
                              autocast; bf16: weights and optimizer states in bf16. More words:
         fp8                  torchao's float8 training, which needs a GPU that has float8
@@ -23,19 +23,21 @@ like ours. A row's label in bench.py says which one it is:
 Example: "transformers bf16 fp8 by-layer half" is transformers_step(run, ["bf16", "fp8", "by-layer",
 "half"]).
 
-fp8 is torchao's recipe "tensorwise", the fastest in its documentation: a tensor has one scale, which
-is computed from it each time. Our --products fp8 has one scale per row. torchao rounds gradients of outputs to
-float8_e5m2, and ours are rounded to float8_e4m3. The head stays in bf16, and so do matrices that
-torchao's own filter finds too small to gain, for example k and v of llama3-8b.
+fp8 is torchao's recipe "tensorwise", the fastest in its documentation. A tensor has one scale,
+which is computed from its values at each cast. Our --products fp8 has one scale per row. torchao
+rounds gradients of outputs to float8_e5m2, and we round them to float8_e4m3. The head stays in
+bf16, and so do matrices that torchao's own filter finds too small to gain, for example k and v of
+llama3-8b.
 
-by-layer is for several micro-batches. The backward of a model that is compiled as a whole returns
-all gradients together, so they are in memory twice: the sums, and what is added to them. Compiled
-by layer, only one layer's gradients are. Example: llama3-8b in bf16 takes 60 GiB for weights,
-moments and the sums of gradients. A second copy would take 15 GiB more, and fill an 80 GB GPU.
+by-layer saves memory in gradient accumulation. The backward of a model that is compiled as a whole
+returns all gradients together. So all gradients are in memory twice: the sums of earlier
+micro-batches, and the new gradients that are added to them. If each layer is compiled by itself,
+only one layer's gradients are in memory twice. Example: llama3-8b in bf16 takes 60 GiB for weights,
+moments and the sums of gradients. The new gradients would take 15 GiB more, and fill an 80 GB GPU.
 
-fsdp2 and deepspeed take our attention, whose all-to-alls share a sequence by heads, as Ulysses does.
-So both run the same kernels and all-to-alls. This is simpler than DeepSpeed's own wrapper of
-Ulysses. It is not measured yet. DeepSpeed sums gradients in bf16, its default.
+fsdp2 and deepspeed use our attention, whose all-to-alls share a sequence by heads, as Ulysses does.
+So both run our kernels and our all-to-alls. For DeepSpeed this is simpler than its own wrapper of
+Ulysses, with which we have not compared it. DeepSpeed sums gradients in bf16, its default.
 
 A peer runs all of a rank's sequences at once, unless bench.py's --micro-batch says how many.
 
@@ -88,7 +90,8 @@ class Step:
     cleanup: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
 
     def __call__(self):
-        return train.run_planned(self.memory, self.model, self.states, self.batch, 1e-4, 1.0)
+        lr, clip = 1e-4, 1.0
+        return train.run_planned(self.memory, self.model, self.states, self.batch, lr, clip)
 
     def __enter__(self) -> "Step":
         return self
@@ -102,6 +105,14 @@ def groups_of(tp: int, pp: int) -> Groups:
     """Return the process groups for these degrees. All rows share them, because NCCL does not free
     a communicator's memory. A collective."""
     return Groups(tp=tp, pp=pp)
+
+
+def init_randomly(model: nn.Module, generator: torch.Generator | None = None) -> None:
+    """Draw all weights with standard deviation 0.02: matrices around 0, and norms' weights, which
+    have one dimension, around 1."""
+    for p in model.parameters():
+        mean = 1.0 if p.dim() == 1 else 0.0
+        nn.init.normal_(p, mean, 0.02, generator=generator)
 
 
 def random_batch(run: Run) -> train.Batch:
@@ -323,7 +334,7 @@ def transformers_step(run: Run, options: list[str]) -> Step:
         return Step(run, model, TorchStates(model), random_batch(run), cleanup=cleanup.pop_all())
 
 
-# ---------------------------------------------------------------------------- our model under FSDP2, DeepSpeed
+# ---------------------------------------------------------------------------- FSDP2, DeepSpeed
 
 
 class AttentionOperator:
@@ -370,8 +381,9 @@ attention_operator.register_autograd(attention_backward, setup_context=save_atte
 KEEP_ATTENTION = functools.partial(
     create_selective_checkpoint_contexts, [torch.ops.bench.attention.default]
 )
-# First option of a row -> flags of checkpoint(), and n: every n-th layer is not recomputed, all
-# others are (is_recomputed). selective: a recomputed layer does not run attention again
+# First option of a row (WHAT in the docstring of this file) -> flags of checkpoint(), and n: every
+# n-th layer is not recomputed, all others are (is_recomputed). selective: a recomputed layer does
+# not run attention again
 RECOMPUTED = {
     "none": ({}, 1),
     "half-selective": ({"context_fn": KEEP_ATTENTION}, 2),
@@ -447,8 +459,7 @@ class Fsdp2States(TorchStates):
         shard(model, reshard_after_forward=False)
 
         model.to_empty(device="cpu" if on_host else run.device)
-        for p in model.parameters():
-            nn.init.normal_(p, float(p.dim() == 1), 0.02)
+        init_randomly(model)
         for block, next_block in zip(model.blocks, model.blocks[1:]):
             block.set_modules_to_forward_prefetch([next_block])
             next_block.set_modules_to_backward_prefetch([block])
@@ -540,8 +551,9 @@ class DeepSpeedStates:
         self.ranks = run.plan.ranks
 
     def forward_backward(self, micro_batches: Iterable[tuple]) -> Tensor:
-        """Do what LLaMA.forward_backward does. DeepSpeed divides gradients by the number of ranks,
-        and our losses are shares of the step's loss, so they are multiplied by it."""
+        """Do what LLaMA.forward_backward does. Our losses are shares of the step's loss, so ranks'
+        gradients are summed. DeepSpeed takes their mean, so the loss is multiplied by the number of
+        ranks before backward."""
         loss = 0.0
         for micro_batch in micro_batches:
             micro_batch_loss = self.engine(*micro_batch)
@@ -565,8 +577,9 @@ class DeepSpeedStates:
         return torch.as_tensor(self.engine.get_global_grad_norm()), loss.isfinite()
 
     def give_back(self) -> None:
-        """Free the memory of this row. DeepSpeed's caches keep its modules and their coordinator
-        for as long as the process runs, so both are emptied."""
+        """Free the memory of this row. Caches of DeepSpeed refer to the model's modules, and to the
+        coordinator that gathers their parameters, for as long as the process runs. So the
+        attributes of the modules and of the coordinator are deleted."""
         keepers = self.modules
         if self.engine:
             keepers.append(self.engine.optimizer.parameter_offload.get_param_coordinator())
@@ -584,8 +597,7 @@ def deepspeed_step(run: Run, options: list[str]) -> Step:
     model.to(torch.bfloat16).to_empty(device=run.device)
     # ranks draw the same weights, because DeepSpeed keeps small ones whole on every rank
     generator = torch.Generator(run.device).manual_seed(0)
-    for p in model.parameters():
-        nn.init.normal_(p, float(p.dim() == 1), 0.02, generator=generator)
+    init_randomly(model, generator)
 
     with contextlib.ExitStack() as cleanup:
         states = DeepSpeedStates(model, run, cleanup)

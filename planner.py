@@ -106,7 +106,7 @@ from costs import (
 )
 from data import regular
 from fp8 import MULTIPLE, fits_tensor_cores
-from hardware import FLOAT8_PRODUCTS, Profile, load_profile, nearest_host, profile_files, scaled
+from hardware import FLOAT8_PRODUCTS, Profile, launch_host, load_profile, profile_files, scaled
 from model import ARCHITECTURES, MODELS, ModelConfig, divisors, param_counts
 from offload import ActivationPlan
 from optim import OPTIMIZERS
@@ -1720,7 +1720,7 @@ def rates_in_words(hardware: Hardware) -> str:
     attention = f"Attention is predicted by the rates of kernel {kernel}"
     if hardware.kernel not in ("auto", kernel):
         attention += f", because the profile has none of {hardware.kernel}"
-    host = nearest_host(hardware.profile, hardware.processor)
+    host = launch_host(hardware.profile, hardware.processor)
     launches = f"Launches were measured on {host}"
     if hardware.processor not in ("", host):
         launches += f", and this host is {hardware.processor}"

@@ -15,13 +15,13 @@ that ends each document (-1: none). vocab is the tokenizer's largest id plus one
 JSON file also names the mask: chats.bin.json has "mask": "chats.mask".
 
 A document is a plain text file, a line of a JSON Lines file, or a row of a table. Every document,
-even an empty one, is followed by the document token. For example, take the ids of the table below:
-hi is 1, oh is 2, you is 3, and the document token is 7. Then the two lines {"text": "hi"} and
-{"text": "oh you"} become the ids 1 7 2 3 7.
+even an empty one, is followed by the document token. For example, let a small tokenizer have the
+ids hi = 1, oh = 2, you = 3, and 7 for the document token <|end|>. Then the two lines {"text": "hi"}
+and {"text": "oh you"} become the ids 1 7 2 3 7.
 
 With --chat a document is a conversation, and the tokenizer's chat template makes its text. Only the
 assistant's tokens count as labels, together with the token that ends the assistant's turn. For
-example, this conversation becomes these ids. The last token, <|end|>, is the document token:
+example, with the same tokenizer this conversation becomes the text, ids and mask below it:
 
     {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "oh you"}]}
 
@@ -29,16 +29,19 @@ example, this conversation becomes these ids. The last token, <|end|>, is the do
     id        8       1   10          9         2    3    10       7
     mask      0       0    0          0         1    1     1       0
 
-The main process reads the inputs and cuts them into batches. Worker processes turn batches into
+A *source* is an input file, or the folder of a dataset that Hugging Face's library datasets saved.
+A *chunk* is a piece of a source. A *batch* is a list of chunks.
+
+The main process reads the sources and cuts them into batches. Worker processes turn batches into
 ids. The main process writes the ids in the order of the inputs, so the files are the same for any
 number of workers. The main steps, in this order:
 
-    find_sources    lists the input files, and finds out what each one is
-    read_batches    reads the inputs in batches of about a megabyte, or of one larger chunk; a chunk
-                    knows its position in the inputs
-    Encoder         turns a batch into ids: parses, applies the chat template, tokenises
+    find_sources    lists the sources, and finds out what each one is
+    read_batches    reads the sources in batches of about a megabyte, or of one larger chunk. Each
+                    chunk knows its position in the sources
+    Encoder         turns a batch into ids: it parses, applies the chat template, and tokenises
     append          appends ids to OUT.partial/ids, and notes its progress in
-                    OUT.partial/progress.json
+                    OUT.partial/progress.json (OUT is the file of --out)
     finish          renames OUT.partial/ids to OUT as the last step, so OUT is always complete
 
 If a command was killed, start the same command again. It checks the ids that progress.json counts
@@ -46,23 +49,21 @@ against the checksum in progress.json, cuts off ids written later, and continues
 
 A document or a message may spell a special token, such as <|end|>. It stays ordinary text, unless
 --special-tokens is given. Some tokenizers cannot treat it as text. Then the command ends with an
-error. It checks conversations for any special token, but documents only for the document token.
+error if a conversation spells any special token, but for other documents only if the text spells
+the document token.
 
 Memory is bounded for any number and size of files:
 
     plain text      A file may be larger than memory.
-    JSON Lines      A line may have about LINE_BYTES bytes. Several such lines may be in memory.
-    long documents  A document of at most DOCUMENT_BYTES bytes is tokenised as a whole, so its ids
+    JSON Lines      A line may have about 256 MiB (LINE_BYTES). Several such lines may be in memory.
+    long documents  A document of at most 4 MiB (DOCUMENT_BYTES) is tokenised as a whole, so its ids
                     are those of the tokenizer for the whole text. A longer document is cut into
                     parts, if possible where a line begins. A tokenizer that puts a space before
                     each text puts one before each part. Conversations are never cut.
-    workers         A worker needs up to 0.7 GiB for a document of DOCUMENT_BYTES bytes.
+    workers         A worker needs up to 0.7 GiB of memory for a document of 4 MiB.
 
 Left out: validation files (train.py holds out the last twentieth of its data), shuffling,
 deduplication, filters.
-
-Legend: a source is an input file, or the folder of a dataset. A chunk is a piece of a source. A
-batch is a list of chunks.
 """
 
 import argparse
@@ -112,12 +113,13 @@ from data import (
 DOCUMENT_BYTES = 2**22  # a longer document is cut into parts of at most this many bytes
 LINE_BYTES = 2**28  # the longest line of JSON Lines
 BATCH_BYTES = 2**20  # a batch has at most this many bytes, unless a single chunk has more
-BATCH_CHUNKS = 4096  # a batch has at most this many chunks: many files may be empty
+BATCH_CHUNKS = 4096  # a batch has at most this many chunks, because many files may be empty
 SMALL_BYTES = 2**24  # train.py starts no workers for less text than this
 TABLE_ROWS = 32  # number of table rows that are read at a time
 COMMIT_SECONDS = 5.0  # time between two writes of progress.json
 HEAD_BYTES = 4096  # number of bytes at the start of a file that tell what it is
-CHAT_FIELDS = ("messages", "conversations", "tools")
+CONVERSATION_FIELDS = ("messages", "conversations")  # a record has its conversation in one of them
+CHAT_FIELDS = (*CONVERSATION_FIELDS, "tools")  # all fields that --chat reads
 
 PIP = "pip install -r requirements-data.txt"
 
@@ -156,19 +158,20 @@ COMPRESSION_ENDINGS = {
 
 
 def find_sources(inputs: list[str], outputs: list[str]) -> list[Source]:
-    """Return the files of all inputs: the inputs as given, and the files of a folder by name.
+    """Return the sources of all inputs: the inputs in the order given, and the files of each folder
+    sorted by name.
 
-    Left out are a folder's hidden files and folders, and `outputs`, the paths that this command
-    writes. Links are followed. A file or folder that an input reaches by several links is read
-    once, so links that form a loop do no harm. An input that is named twice is read twice. Raises
-    ValueError or OSError.
+    Hidden files and folders in a folder are left out, and so are `outputs`, the paths that this
+    command writes. Links are followed. A file or folder that an input reaches by several links is
+    read once, so links that form a loop do no harm. An input that is named twice is read twice.
+    Raises ValueError or OSError.
     """
-    own = {os.path.realpath(path) for path in outputs}
+    left_out = {os.path.realpath(path) for path in outputs}
     sources = []
     for name in inputs:
         if not os.path.lexists(name):
             raise ValueError(f"{name}: there is no such file or folder")
-        found = [identify(path) for path in walk(name, own, set())]
+        found = [identify(path) for path in walk(name, left_out, set())]
         if not found:
             raise ValueError(
                 f"{name} holds no file to read. Hidden files and the files of --out do not count"
@@ -177,14 +180,15 @@ def find_sources(inputs: list[str], outputs: list[str]) -> list[Source]:
     return sources
 
 
-def walk(path: str, own: set[str], seen: set[str]) -> Iterator[str]:
-    """Yield the files and the folders of datasets below a path, sorted by name.
+def walk(path: str, left_out: set[str], seen: set[str]) -> Iterator[str]:
+    """Yield the files and the dataset folders below a path, sorted by name. If the path is itself a
+    file or a dataset folder, yield it.
 
-    own: real paths that are left out. seen: real paths that were met before; walk() adds to it.
+    left_out: real paths that are not read. seen: real paths that were met before; walk adds to it.
     Raises ValueError for a FIFO, a device, or a link that leads nowhere.
     """
     real = os.path.realpath(path)
-    if real in own or real in seen:
+    if real in left_out or real in seen:
         return
     seen.add(real)
     if not os.path.isdir(path):
@@ -199,7 +203,7 @@ def walk(path: str, own: set[str], seen: set[str]) -> Iterator[str]:
     else:
         for name in sorted(os.listdir(path)):
             if not name.startswith("."):
-                yield from walk(os.path.join(path, name), own, seen)
+                yield from walk(os.path.join(path, name), left_out, seen)
 
 
 def is_dataset(folder: str) -> bool:
@@ -254,8 +258,8 @@ def identify(path: str) -> Source:
 
 
 def has_changed(source: Source) -> bool:
-    """Return whether a source's size or time has changed since identify() read them. Raises OSError
-    if the source is gone."""
+    """Return whether a source's size or modification time is no longer what identify() read. Raises
+    OSError if the source is gone."""
     if source.kind == "dataset":
         return identify(source.path) != source
     info = os.stat(source.path)
@@ -275,7 +279,7 @@ def content_kind(path: str, head: bytes, ending: str) -> str:
         return kind  # Arrow's streams, which `datasets` writes, have no fixed first bytes
     if found and not FORMATS[found].prepared:
         words = FORMATS[found].words
-        raise ValueError(f"{path} is {words}, which cannot be read. Take the text out of it")
+        raise ValueError(f"{path} is {words}, which cannot be read. Extract its text first")
     if ending == ".bin":
         raise ValueError(
             f"{path}: a .bin file holds token ids already, and is read by train.py --data"
@@ -380,8 +384,8 @@ def decompressed(source: Source) -> Iterator[tuple[BinaryIO, BinaryIO]]:
 
 
 class Cursor(NamedTuple):
-    """How far the inputs are read, as three numbers that count from 0. Cursor(2, 900, 7): of source
-    2, the first 900 bytes are read, which are 7 lines."""
+    """How far the sources are read. Example: with Cursor(2, 900, 7), sources 0 and 1 are read, and
+    of source 2 the first 900 bytes, which are 7 lines."""
 
     source: int = 0  # an index into the list of sources
     position: int = 0  # in bytes after decompression; 0 in a table
@@ -398,7 +402,7 @@ class Chunk(NamedTuple):
     content: bytes
     start: Cursor
     end: Cursor  # where the next chunk begins
-    bytes_read: int  # bytes of the file, still compressed, that were read so far: for the bar
+    bytes_read: int  # for the progress bar: bytes of the file on disk that were read so far
     first: bool = True  # plain text: the document begins with this chunk
     last: bool = True  # plain text: the document ends with this chunk
 
@@ -406,8 +410,9 @@ class Chunk(NamedTuple):
 def read_batches(sources: list[Source], cursor: Cursor, fields: list[str]) -> Iterator[list[Chunk]]:
     """Yield batches of all sources from the cursor on. fields: the columns to read from a table.
 
-    Raises ValueError or OSError if a source cannot be read, but first yields the chunks before that
-    place. So if these hold a fault, too, the user sees the first fault of the inputs.
+    Raises ValueError or OSError if a source cannot be read, but first yields the chunks before the
+    fault. If one of those chunks has a fault of its own, for example broken JSON, the user sees
+    that one first.
     """
     batch, size = [], 0
     try:
@@ -469,17 +474,19 @@ def cut_position(text: bytes) -> int:
     """Return the length in bytes of the first part of a UTF-8 text. A text of at most
     DOCUMENT_BYTES bytes is one part.
 
-    From a longer text, the first part ends at the last of these places in its last 64 KiB:
+    The first part of a longer text ends in the last 64 KiB of the text's first DOCUMENT_BYTES
+    bytes. The first rule that finds a place there decides, and takes the last such place:
 
-        before a line that does not begin with white space
-        else before the space between two words
-        else between two characters, at DOCUMENT_BYTES bytes or up to 3 bytes before
+        1. before a line that does not begin with white space
+        2. before the space between two words
+        3. between two characters: at DOCUMENT_BYTES bytes, or up to 3 bytes before
 
-    At the first two places most tokenizers begin a new token anyway.
+    At the places of rules 1 and 2, most tokenizers begin a new token anyway.
     """
     if len(text) <= DOCUMENT_BYTES:
         return len(text)
     end = DOCUMENT_BYTES
+    # The last condition ends the loop in content that is not UTF-8
     while text[end] & 0xC0 == 0x80 and end > DOCUMENT_BYTES - 4:  # this byte continues a character
         end -= 1
     tail = text[max(0, end - 2**16) : end].decode(errors="ignore")
@@ -515,8 +522,9 @@ def read_lines(source: Source, start: Cursor, fields: list[str]) -> Iterator[Chu
 def read_table(rows: Callable) -> Callable:
     """Return a reader that turns each row of a table into a line of JSON.
 
-    rows(source, first, fields) yields pairs, from row `first` on: a list of rows, each a dict of
-    its fields, and the fraction of the table that was read so far.
+    rows(source, first, fields) yields pairs, from row `first` on. The first item of a pair is a
+    list of rows, each a dict of those `fields` that the table has. The second item is the fraction
+    of the table that was read so far.
     """
 
     def read(source: Source, start: Cursor, fields: list[str]) -> Iterator[Chunk]:
@@ -556,8 +564,8 @@ def chosen_columns(path: str, columns: list[str], fields: list[str]) -> list[str
 
 
 def csv_rows(source: Source, first: int, fields: list[str]) -> Iterator[tuple[list[dict], float]]:
-    """Yield the rows of a CSV or TSV file, as read_table says. Line ends within quotes stay as they
-    are. Its first line names the columns, and only one of them is read."""
+    """Yield the rows of a CSV or TSV file, as read_table says. The first line of the file names the
+    columns. `fields` has one name, and only this column is read. Line ends within quotes stay."""
     csv.field_size_limit(LINE_BYTES)
     with decompressed(source) as (stream, file):
         text = io.TextIOWrapper(stream, encoding="utf-8-sig", newline="")
@@ -676,8 +684,8 @@ READERS = {
 
 
 def not_utf8(path: str, e: UnicodeDecodeError, position: int) -> ValueError:
-    """Return the error for a file that is not UTF-8. e: what decode() raised. position: that of the
-    first wrong byte in the file."""
+    """Return the error for a file that is not UTF-8. e: what decode() raised. position: the
+    index of the first wrong byte in the file."""
     return ValueError(
         f"{path} is not UTF-8 text: byte 0x{e.object[e.start]:02x} at position {position}, "
         f"{e.reason}. Convert the file to UTF-8, or leave it out"
@@ -692,8 +700,8 @@ class Settings:
     """What a worker needs to turn a batch into ids."""
 
     sources: list[Source]
-    tokenizer: str  # its folder
-    end: int  # the id that ends a document; -1: none
+    tokenizer_folder: str
+    document_token: int  # the id that ends each document; -1: none
     vocab: int  # the tokenizer's largest id plus one
     bos: list[int] = field(default_factory=list)  # --bos: the ids that begin a document
     text_field: str = "text"
@@ -701,17 +709,17 @@ class Settings:
     chat: bool = False
     template: str = ""
     template_tokens: dict[str, str] = field(default_factory=dict)  # such as {"bos_token": "<s>"}
-    other_ends: str = ""  # document tokens that an error suggests in place of `end`
-    date: str = ""  # today, if the template writes the date; else empty
+    other_ends: str = ""  # document tokens that an error suggests instead
+    date: str = ""  # today as YYYY-MM-DD, if the template writes the date; else empty
 
     @property
     def dtype(self) -> np.dtype:
         """The type of the ids in OUT: little endian, unsigned."""
-        return np.dtype("<u2" if max(self.vocab - 1, self.end) < 2**16 else "<u4")
+        return np.dtype("<u2" if max(self.vocab - 1, self.document_token) < 2**16 else "<u4")
 
     @property
     def fields(self) -> list[str]:
-        """The fields that a document is made of."""
+        """The fields of a record that are read."""
         return list(CHAT_FIELDS) if self.chat else [self.text_field]
 
 
@@ -862,21 +870,23 @@ class Encoder:
 
     def __init__(self, settings: Settings):
         self.settings = settings
-        self.tokenizer = load_tokenizer(Path(settings.tokenizer))
+        self.tokenizer = load_tokenizer(Path(settings.tokenizer_folder))
         self.tokenizer.encode_special_tokens = not (settings.special_tokens or settings.chat)
         self.conversations = Conversations(settings, self.tokenizer) if settings.chat else None
 
     def encode(self, chunks: list[Chunk]) -> tuple[bytes, bytes, int]:
         """Return the ids of a batch as bytes, its mask as bytes (empty without --chat), and the
         number of documents that end in it. Raises ValueError, which names the file if it can."""
+        # A batch may hold no document, and np.concatenate needs at least one array
         ids = [np.zeros(0, dtype=int)]
         mask = [np.zeros(0, dtype=np.uint8)]
         documents = 0
         if self.conversations:
+            encode = self.conversations.encode
             for chunk in chunks:
-                for row, counts in self.each_record(chunk, self.conversations.encode):
-                    ids.append(row)
-                    mask.append(counts)
+                for document_ids, document_mask in self.each_record(chunk, encode):
+                    ids.append(document_ids)
+                    mask.append(document_mask)
                     documents += 1
         else:
             for group in self.groups(chunks):
@@ -919,7 +929,7 @@ class Encoder:
         tokenizer does not treat it as text."""
         texts = [text for text, _, _ in group]
         encodings = self.tokenizer.encode_batch_fast(texts, add_special_tokens=False)
-        bos, end = self.settings.bos, self.settings.end
+        bos, end = self.settings.bos, self.settings.document_token
         ids = []
         for (text, first, last), encoding in zip(group, encodings):
             found = encoding.ids
@@ -956,7 +966,7 @@ class Encoder:
                 continue
             try:
                 yield act(parse_record(line))
-            except ValueError as e:
+            except (ValueError, RecursionError) as e:  # JSON may be nested too deeply
                 unit = "line" if source.kind == "lines" else "row"
                 raise ValueError(f"{source.path} {unit} {number}: {e}") from e
 
@@ -1026,10 +1036,11 @@ GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 class Conversations:
     """Turns conversations into ids and a mask, with the tokenizer's chat template.
 
-    The template makes one text of a conversation. Then each character of the text counts or does
-    not. It counts if the assistant wrote it. Some templates mark the assistant's text by
-    {% generation %}, and then exactly the marked characters count. Any other template is applied to
-    prefixes of the conversation. For the assistant's message k:
+    The template makes one text of a conversation. A character of the text *counts*, which means
+    that its token is a label, if the assistant wrote it. Some templates mark the assistant's text
+    by {% generation %}, and then exactly the marked characters count. Any other template is applied
+    to prefixes of the conversation. The generation prompt is what the template puts before an
+    answer, such as <|assistant|>. For the assistant's message k:
 
         prompt   messages before k, with the generation prompt    <|user|>hi<|/|>\\n<|assistant|>
         upto     messages up to and including k                   ... <|assistant|>oh you<|/|>\\n
@@ -1050,20 +1061,25 @@ class Conversations:
         # A post-processor may leave spaces out of a token's offsets
         self.tokenizer.post_processor = None
         self.render_template = render_jinja_template
-        added = tokenizer.get_added_tokens_decoder().values()
-        special = sorted((t for t in added if t.special), key=lambda t: -len(t.content))
-        nothing = "(?!)"  # matches nowhere, if there are no special tokens
-        names = [re.escape(token.content) for token in special]
-        self.special = re.compile("|".join(names) or nothing)
+
+        added = tokenizer.get_added_tokens_decoder()
         # The ids of the tokens that take in the white space beside them
-        self.taking_spaces = {
-            i for i, t in tokenizer.get_added_tokens_decoder().items() if t.lstrip or t.rstrip
-        }
-        # Like self.special, but with this white space. Its group makes split() keep the tokens
-        for i, token in enumerate(special):
-            before, after = (r"\s*" if takes else "" for takes in (token.lstrip, token.rstrip))
-            names[i] = before + names[i] + after
-        self.splitter = re.compile("(" + ("|".join(names) or nothing) + ")")
+        self.taking_spaces = {i for i, token in added.items() if token.lstrip or token.rstrip}
+
+        special = [token for token in added.values() if token.special]
+        # A regular expression takes the first alternative that matches, so the longest come first
+        special.sort(key=lambda token: -len(token.content))
+        names = [re.escape(token.content) for token in special]
+        names_with_spaces = []
+        for token, name in zip(special, names):
+            before = r"\s*" if token.lstrip else ""
+            after = r"\s*" if token.rstrip else ""
+            names_with_spaces.append(before + name + after)
+
+        nothing = "(?!)"  # matches nowhere, if there are no special tokens
+        self.special = re.compile("|".join(names) or nothing)
+        # Like self.special, but with this white space. The group makes re.split keep the tokens
+        self.splitter = re.compile("(" + ("|".join(names_with_spaces) or nothing) + ")")
 
     # ---- the text of a conversation
 
@@ -1092,16 +1108,21 @@ class Conversations:
         return texts[0], spans[0] if spans else []
 
     def text(self, record: dict) -> tuple[str, np.ndarray, str]:
-        """Return the text of a conversation, a 1 or 0 per character that says whether it counts,
-        and the breaker of protect(). Raises ValueError."""
+        """Return (text, counts, breaker) for a conversation. Raises ValueError.
+
+        text      what the template makes of it, with the breakers that protect() puts in
+        counts    (characters,): 1 for a character that counts, else 0
+        breaker   the character that protect() puts in, or "" if it puts in none
+        """
         check_surrogates(json.dumps(record, ensure_ascii=False))
         record = without_nulls(record)
         messages, tools = read_messages(record), record.get("tools")
         if not isinstance(tools, list | None):
             raise ValueError("its field tools is not a list")
+        tools = tools or None  # in a table, a conversation without tools may have an empty list
         breaker = ""
         if not self.settings.special_tokens:
-            breaker, messages, tools = self.protect(messages, tools or None)
+            breaker, messages, tools = self.protect(messages, tools)
 
         if GENERATION.search(self.settings.template):
             text, spans = self.render(messages, tools, marks=True)
@@ -1188,7 +1209,7 @@ class Conversations:
                 mask += token_counts(spans, counts).tolist()
         self.tokenizer.encode_special_tokens = False
 
-        end = self.settings.end
+        end = self.settings.document_token
         if end in ids[:-1]:
             token = self.tokenizer.id_to_token(end)
             raise ValueError(
@@ -1205,21 +1226,22 @@ class Conversations:
     def split(self, text: str, counts: np.ndarray, breaker: str) -> list[tuple]:
         """Cut a text at its special tokens, and remove the breakers.
 
-        Returns a pair per part: the id of a special token, or the text between two of them, and
-        which of its characters count. Raises ValueError if the ids of the parts, before breakers
-        are removed, are not the ids of the whole text. Then this tokenizer's texts cannot be cut.
+        Returns a pair per part. Its first item is the id of a special token, or the text between
+        two special tokens. Its second item says for each character of the part whether it counts.
+        Raises ValueError if the ids of the parts, before breakers are removed, are not the ids of
+        the whole text, because this tokenizer gives other ids if a text is cut.
         """
         parts, ids_of_parts = [], []
         position = 0
-        for piece in self.splitter.split(text):
+        for piece in filter(None, self.splitter.split(text)):
             piece_counts = counts[position : position + len(piece)]
             position += len(piece)
-            token = self.tokenizer.token_to_id(piece.strip()) if piece else None
-            if piece and self.splitter.fullmatch(piece):
+            if self.splitter.fullmatch(piece):
+                token = self.tokenizer.token_to_id(piece.strip())
                 start, end = without_spaces(piece, 0, len(piece))
                 parts.append((token, piece_counts[start:end]))
                 ids_of_parts.append(token)
-            elif piece:
+            else:
                 keep = np.array([character != breaker for character in piece])
                 parts.append((piece.replace(breaker, ""), piece_counts[keep]))
                 ids_of_parts += self.tokenizer.encode(piece, add_special_tokens=False).ids
@@ -1263,7 +1285,7 @@ def without_nulls(value):
     """Return a JSON value whose objects have no null entries, except for "content".
 
     In a table each row has an entry for each key, and it is null where JSON Lines would leave the
-    key out. But templates ask whether a message has the key tool_calls.
+    key out. Templates ask whether a message has the key tool_calls, and would take a null for one.
     """
     if isinstance(value, list):
         return [without_nulls(item) for item in value]
@@ -1279,10 +1301,10 @@ def without_nulls(value):
 def read_messages(record: dict) -> list[dict]:
     """Return a conversation's messages, each with at least "role" and "content" or "tool_calls".
 
-    Other entries of a message stay as they are. But of ShareGPT's messages only "from" and "value"
-    are kept, as role and content. Raises ValueError.
+    Other entries of a message stay as they are. Messages in ShareGPT's format keep only "from" and
+    "value", as "role" and "content". Raises ValueError.
     """
-    name = next((name for name in CHAT_FIELDS[:2] if record.get(name)), None)
+    name = next((name for name in CONVERSATION_FIELDS if record.get(name)), None)
     if name is None:
         raise ValueError(
             f"it has no field messages (or conversations) with a conversation. Its fields are "
@@ -1293,7 +1315,9 @@ def read_messages(record: dict) -> list[dict]:
         raise ValueError(f'its field {name} is not a list of {{"role": ..., "content": ...}}')
     if "from" in messages[0]:
         messages = [
-            {"role": SHAREGPT_ROLES.get(m.get("from")), "content": m.get("value")} for m in messages
+            # str(), because "from" may be a list, which cannot be looked up
+            {"role": SHAREGPT_ROLES.get(str(m.get("from"))), "content": m.get("value")}
+            for m in messages
         ]
     for k, message in enumerate(messages):
         if not isinstance(message.get("role"), str):
@@ -1334,6 +1358,7 @@ def start_worker(settings: Settings) -> None:
 
 
 def encode_in_worker(chunks: list[Chunk]) -> tuple[bytes, bytes, int]:
+    """Return what Encoder.encode returns, in a worker process."""
     return ENCODER.encode(chunks)
 
 
@@ -1359,9 +1384,9 @@ def encoded(batches: Iterable[list[Chunk]], settings: Settings, workers: int) ->
         batches = iter(batches)
         while True:
             try:
-                batch = None if failure else next(batches, None)
+                batch = next(batches, None)
             except (ValueError, OSError) as e:
-                failure, batch = e, None
+                failure, batch = e, None  # this is the last turn: it yields all that wait
             if batch:
                 size = sum(len(chunk.content) for chunk in batch)
                 waiting.append((batch, size, pool.submit(encode_in_worker, batch)))
@@ -1396,7 +1421,7 @@ class Progress:
 
     job: str  # the checksum of job_key()
     cursor: list[int] = field(default_factory=lambda: list(Cursor()))  # where the next batch begins
-    tokens: int = 0  # written so far, with document tokens
+    tokens: int = 0  # written so far, including document tokens
     documents: int = 0
     labels: int = 0  # --chat: tokens that count as labels
     ids_crc32: int = 0
@@ -1405,11 +1430,13 @@ class Progress:
 
 def job_key(settings: Settings) -> str:
     """Return a checksum of all that decides the ids: flags, the tokenizer's content, the template,
-    and the names, sizes and times of the inputs. The tokenizer's folder may move."""
-    tokenizer = load_tokenizer(Path(settings.tokenizer)).to_str()
+    and the names, sizes and times of the inputs. The name of the tokenizer's folder does not
+    count, so that the folder may move."""
+    tokenizer = load_tokenizer(Path(settings.tokenizer_folder)).to_str()
     limits = DOCUMENT_BYTES, str(settings.dtype)
-    flags = [value for value in astuple(settings) if value != settings.tokenizer]
-    return hashlib.sha256(repr((tokenizer, limits, flags)).encode()).hexdigest()[:32]
+    sources, _folder, *flags = astuple(settings)
+    content = repr((tokenizer, limits, [sources, *flags]))
+    return hashlib.sha256(content.encode()).hexdigest()[:32]
 
 
 def outputs_of(out: Path) -> dict[str, Path]:
@@ -1427,10 +1454,12 @@ def write(settings: Settings, out: Path, workers: int) -> Progress:
     """Write OUT, its sidecar OUT.json and its mask. Continue where the same command was
     interrupted. Return the final progress, which counts tokens, documents and labels.
 
-    Raises ValueError if the content of an input is wrong; then OUT.partial is removed. Raises it
-    also if OUT exists, if another command writes OUT now, or if OUT.partial belongs to another
-    command, or has not the checksum that was noted; then nothing changes. Raises OSError if a file
-    cannot be read or written; then the same command can continue.
+    Errors, and what becomes of OUT.partial:
+
+        ValueError   the content of an input is wrong, or a source has changed: it is removed
+        ValueError   OUT exists, another command writes OUT now, OUT.partial belongs to another
+                     command, or its content does not have the checksum in progress.json: it stays
+        OSError      a file cannot be read or written: it stays, and the same command can continue
     """
     paths = outputs_of(out)
     for path in paths.values():
@@ -1451,7 +1480,7 @@ def write(settings: Settings, out: Path, workers: int) -> Progress:
         except OSError:
             pass  # some shared file systems have no locks
         progress = read_progress(paths, job_key(settings))
-        check_parts(settings, paths, progress)
+        cut_to_progress(settings, paths, progress)
         try:
             if progress.cursor[0] < len(settings.sources):
                 append(settings, paths["partial"], progress, workers)
@@ -1478,7 +1507,7 @@ def check_unchanged(sources: list[Source]) -> None:
 
 def read_progress(paths: dict[str, Path], job: str) -> Progress:
     """Return how far an earlier command was, or a new Progress if there was none. Raises ValueError
-    if it was another command, or if progress.json cannot be read."""
+    if the earlier command had another job_key, or if progress.json cannot be read."""
     partial = paths["partial"]
     path = own_or_absent(partial / "progress.json")
     if not path.exists():
@@ -1496,18 +1525,23 @@ def read_progress(paths: dict[str, Path], job: str) -> Progress:
     return progress
 
 
-def part_widths(settings: Settings) -> dict[str, int]:
-    """Return the names of the files in OUT.partial that grow, and their bytes per token."""
-    return {"ids": settings.dtype.itemsize} | ({"mask": 1} if settings.chat else {})
+def bytes_per_token(settings: Settings) -> dict[str, int]:
+    """Return the names of the files in OUT.partial that append() writes, and their bytes per
+    token."""
+    widths = {"ids": settings.dtype.itemsize}
+    if settings.chat:
+        widths["mask"] = 1
+    return widths
 
 
-def check_parts(settings: Settings, paths: dict[str, Path], progress: Progress) -> None:
+def cut_to_progress(settings: Settings, paths: dict[str, Path], progress: Progress) -> None:
     """Cut off what was written after the progress was noted. Raises ValueError if the rest does not
     have the checksum in progress.json."""
-    for name, width in part_widths(settings).items():
+    complete = progress.cursor[0] == len(settings.sources)
+    for name, width in bytes_per_token(settings).items():
         path = own_or_absent(paths["partial"] / name)
-        if progress.cursor[0] == len(settings.sources) and not path.exists():
-            path = paths[name]  # finish() has renamed the mask already
+        if name == "mask" and complete and not path.exists():
+            path = paths["mask"]  # finish() has renamed it already
         path.touch()
         size = progress.tokens * width
         if checksum(path, size) != getattr(progress, f"{name}_crc32"):
@@ -1537,7 +1571,8 @@ def append(settings: Settings, partial: Path, progress: Progress, workers: int) 
 
     with contextlib.ExitStack() as stack:
         files = {
-            name: stack.enter_context(open(partial / name, "ab")) for name in part_widths(settings)
+            name: stack.enter_context(open(partial / name, "ab"))
+            for name in bytes_per_token(settings)
         }
         sizes = [source.size for source in settings.sources]
         before = [0, *itertools.accumulate(sizes)]  # bytes of the sources before each one
@@ -1568,8 +1603,8 @@ def append(settings: Settings, partial: Path, progress: Progress, workers: int) 
 
 
 def commit(settings: Settings, partial: Path, progress: Progress, files: dict) -> None:
-    """Write progress.json, after the ids that it counts are on the disk. Raises ValueError if the
-    template writes the date and a new day has begun."""
+    """Write progress.json, after the ids and the mask that it counts are on the disk. Raises
+    ValueError if the template writes the date and a new day has begun."""
     if settings.date and settings.date != time.strftime("%Y-%m-%d"):
         raise ValueError(
             "the chat template writes the date, and a new day has begun, so conversations would "
@@ -1583,11 +1618,14 @@ def commit(settings: Settings, partial: Path, progress: Progress, files: dict) -
 
 
 def finish(settings: Settings, paths: dict[str, Path]) -> None:
-    """Give the files their final names. The ids come last, so OUT is always complete. If a command
-    is killed between two of these renames, the same command continues with the next one."""
+    """Give the files their final names: the mask, then the sidecar, then the ids.
+
+    The ids come last, so OUT is always complete. If a command is killed between two files, the same
+    command continues with the next one. If it is killed after the ids, only OUT.partial is left.
+    """
     sidecar = {
         "token_bytes": settings.dtype.itemsize,
-        "document_token": settings.end,
+        "document_token": settings.document_token,
         "vocab": settings.vocab,
     }
     if settings.chat:
@@ -1644,10 +1682,10 @@ def make_settings(
             )
     template = find_template(folder)
     tokens = named_tokens(folder)
-    others = config_ids(folder, "eos_token_id") + [
-        tokenizer.token_to_id(tokens.get("pad_token", ""))
-    ]
-    names = {i: tokenizer.id_to_token(i) for i in others if i not in (None, end)}
+    # Ids that an error suggests, because few conversations have them: other end tokens, and padding
+    pad = tokenizer.token_to_id(tokens.get("pad_token", ""))
+    candidates = [*config_ids(folder, "eos_token_id"), pad]
+    names = {i: tokenizer.id_to_token(i) for i in candidates if i not in (None, end)}
     suggested = " or ".join(f"{i} ({token})" for i, token in names.items() if token)
     return Settings(
         sources,
@@ -1672,22 +1710,23 @@ def tokenise_data(
     vocab: int = 0,
     leave_out: Iterable[str | Path] = (),
 ) -> tuple[str, int]:
-    """Tokenise plain text for train.py --tokenizer. Write one .bin file into the folder `cache`.
+    """Tokenise plain text for train.py --tokenizer, into one .bin file in the folder `cache`.
 
     Returns the path of the .bin file, and the id that ends each document (-1: none). If `data` has
     .bin files already, returns `data` itself and -1.
 
     data             one source of train.py's --data: a file, a folder, or built-in data
     folder           the tokenizer's folder
-    document_token   train.py's --document-token; None: auto. If the tokenizer has an end token,
-                     that is written, and another id here is refused. If it has none, this id is
-                     written. -1 is never refused: the end token is written if there is one
+    document_token   train.py's --document-token; None: auto. If the tokenizer has an end token, the
+                     end token is written, and a different id is refused. If the tokenizer has
+                     none, this id is written, and None is refused. -1 is never refused: the end
+                     token is written if there is one
     special_tokens   whether text that spells a special token becomes this token
     vocab            the number of ids that the model has; 0: not checked
     leave_out        folders that data.find_files leaves out
 
-    The name of the .bin file is a checksum of the tokenizer, these choices, and the files' names,
-    sizes and times. So a later call with the same arguments finds the file, and returns at once.
+    The name of the .bin file is job_key's checksum of the settings and the files' names, sizes and
+    times. So a later call with the same arguments finds the file, and returns at once.
     Raises ValueError or OSError.
     """
     files, val = find_files(data, leave_out)
@@ -1713,7 +1752,7 @@ def tokenise_data(
         sources.append(Source(str(file), "text", "", info.st_size, info.st_mtime_ns))
     settings = make_settings(sources, folder, document_token=-1, special_tokens=special_tokens)
     # `end` may be an id that only the model has, which make_settings would refuse
-    settings = replace(settings, end=end)
+    settings = replace(settings, document_token=end)
     if vocab and settings.vocab > vocab:
         raise ValueError(
             f"--tokenizer {folder}: it has {settings.vocab} ids, but the model has only {vocab}. "
@@ -1847,7 +1886,7 @@ def main(argv: list[str] | None = None) -> int:
     text += f" of {settings.dtype.itemsize} bytes"
     if settings.chat:
         text += f", of which {written.labels:,} count as labels"
-    print(f"{text}; document token {settings.end}")
+    print(f"{text}; document token {settings.document_token}")
     return 0
 
 

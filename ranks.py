@@ -11,7 +11,7 @@ ranks. Its functions are collectives, which all ranks must call, if their docstr
     all_or_none(check, x)     run check(x) on all ranks; if it fails on one, all ranks raise
     on_rank_0(work, x)        run work(x) on rank 0 only; all ranks get its result
     gather_objects(value)     all ranks get the values of all ranks
-    first_error(text)         all ranks get the first error of any rank
+    first_error(text)         all ranks get the error of the first rank that has one
     check_same(facts)         all ranks raise if a fact, such as a flag, differs between ranks
     patient_group()           a group whose collectives may take longer than --timeout
     with stop_signals():      signals ask the run to stop, so that it can save
@@ -44,8 +44,8 @@ import torch
 import torch.distributed as dist
 
 BEAT_S = 2.0  # seconds between two beats of a rank (see heartbeat)
-# A rank that has not beaten for this many beats counts as dead. Each rank counts its own beats, and
-# compares no times, so the clocks of hosts may differ
+# A rank is silent, and counts as dead, if its beat has stayed the same while the rank that judges
+# it has beaten this many times. No times are compared, so the clocks of hosts may differ
 SILENT_BEATS = 10
 
 # ---------------------------------------------------------------------------- start
@@ -155,7 +155,7 @@ class StopSignal:
         self.number = 0  # of the signal; 0: none has come
         self.lock = threading.Lock()  # so that `training` and `ended` never both become true
         self.training = False  # whether the training has begun, so there may be something to save
-        self.ended = False  # whether a signal has ended the run before that
+        self.ended = False  # whether a signal has ended the run before the training has begun
         self.over = False  # whether the `with` block of stop_signals has ended
 
     def begin_training(self) -> None:
@@ -252,19 +252,19 @@ def restore_handlers() -> None:
     handlers_before.clear()
 
 
-# A forked child has the same pipe. What stops the child must not stop this process, so signals wait
-# from the fork until the child has let go of the pipe.
-held = threading.local()  # mask_before: the signals that this thread has held back before its fork
+# A forked child inherits the pipe, so a signal to the child would also stop this process. So
+# signals wait from just before the fork until the child no longer writes to the pipe.
+signal_mask = threading.local()  # its before_fork: this thread's blocked signals before its fork
 
 
 def hold_signals() -> None:
     """Let signals wait, in this process and in the child that it is about to fork."""
-    held.mask_before = signal.pthread_sigmask(signal.SIG_BLOCK, list(handlers_before))
+    signal_mask.before_fork = signal.pthread_sigmask(signal.SIG_BLOCK, list(handlers_before))
 
 
 def release_signals() -> None:
     """Handle the signals that have waited since hold_signals."""
-    signal.pthread_sigmask(signal.SIG_SETMASK, held.mask_before)
+    signal.pthread_sigmask(signal.SIG_SETMASK, signal_mask.before_fork)
 
 
 def forget_signals() -> None:
@@ -373,14 +373,17 @@ def print0(*text) -> None:
 
 
 def gather_objects(value, group: Group = None) -> list:
-    """Return the values of all ranks, in the order of ranks. A collective of all ranks."""
+    """Return the values of all ranks, in the order of ranks. A collective of all ranks.
+
+    group: None, or a patient_group, which also has all ranks but waits for longer.
+    """
     values = [None] * dist.get_world_size()
     dist.all_gather_object(values, value, group)
     return values
 
 
 def first_error(error: str, group: Group = None) -> str:
-    """Return the first error of any rank, and which ranks have one; "" if no rank has one.
+    """Return the text of the first rank's error, as merge_errors does; "" if no rank has one.
     error: this rank's error, or "". A collective of all ranks."""
     return merge_errors(gather_objects(error, group))
 
@@ -416,8 +419,11 @@ def all_or_none(check, *args, group: Group = None):
     If ranks fail in different ways, all raise UnexpectedError if one of them would, else
     torch.OutOfMemoryError, else ConfigError.
 
-    A collective of all ranks, which waits for the slowest one up to the timeout of `group`. So
-    check itself must not contain a collective.
+    A rank that fails would leave a collective inside check, in which the other ranks wait for it.
+    So check itself must not contain one.
+
+    group: all ranks, with a timeout of their own (patient_group). A collective of all ranks, which
+    waits for the slowest one up to this timeout.
     """
     result = None
     kind = text = ""
@@ -431,15 +437,15 @@ def all_or_none(check, *args, group: Group = None):
         kind, text = "bug", f"rank {dist.get_rank()}: {traceback.format_exc()}"
 
     failures = gather_objects((kind, text), group)
-    for kind, error in (
+    for raised_kind, error_class in (  # the worst kind first
         ("bug", UnexpectedError),
         ("memory", torch.OutOfMemoryError),
         ("config", ConfigError),
     ):
         # each rank's error if it is of this kind, else ""
-        texts = [text if failed_by == kind else "" for failed_by, text in failures]
-        if any(texts):
-            raise error(merge_errors(texts))
+        errors = [text if kind == raised_kind else "" for kind, text in failures]
+        if any(errors):
+            raise error_class(merge_errors(errors))
     return result
 
 
@@ -478,45 +484,59 @@ def check_same(facts: dict[str, object]) -> None:
 # ---------------------------------------------------------------------------- a rank that dies
 
 
-@contextlib.contextmanager
-def heartbeat(rank: int, world: int, advice: str):
-    """End this process if a rank is dead or unreachable, because a collective with it would hang.
+class HeartbeatThread(threading.Thread):
+    """The thread by which this rank shows that it is alive, and finds a rank that is not. See
+    heartbeat."""
 
-    A thread of each rank does this every BEAT_S seconds while the `with` block runs:
+    def __init__(self, rank: int, world: int, advice: str):
+        super().__init__(daemon=True)
+        # A client of the store has a lock, which the main thread may hold while it waits. So this
+        # thread gets a client of its own
+        self.store = dist.distributed_c10d._get_default_store().clone()
+        self.keys = [f"beat-{r}" for r in range(world)]
+        self.rank = rank
+        self.rank_name = f"rank {rank} on host {os.uname().nodename} (process {os.getpid()})"
+        self.advice = advice
+        self.silence_s = SILENT_BEATS * BEAT_S
+        self.finished = threading.Event()  # the `with` block has ended
 
-        write    its beat, which is the rank's name and the time, to the store on rank 0's node
-        read     the beats of all ranks
-        judge    a rank is silent if its beat has not changed for SILENT_BEATS beats. Then print
-                 the name of the silent rank and `advice`, and end this process. All remaining ranks
-                 do the same, each by itself
-        timer    if the store has not answered for as long, rank 0's node may be lost, and calls of
-                 the store hang or raise. Then end this process, too
+    def write_beat(self, beat: str) -> None:
+        self.store.set(self.keys[self.rank], beat)
 
-    A rank whose `with` block has ended writes "" as its last beat, and never counts as silent. It
-    does not matter what the main thread waits for, because the beats come from their own thread.
-    A collective of all ranks.
-    """
-    if world == 1:
-        yield
-        return
+    def run(self) -> None:
+        """Write this rank's beat and judge the beats of all ranks, until the `with` block ends."""
+        history = deque(maxlen=SILENT_BEATS + 1)  # the last beats of all ranks, as they were read
+        while not self.finished.wait(BEAT_S):
+            timer = threading.Timer(self.silence_s, self.end_without_store)
+            timer.daemon = True
+            timer.start()
+            try:
+                self.write_beat(f"{self.rank_name}: {time.monotonic()}")
+                history.append(self.store.multi_get(self.keys))
+            except RuntimeError:  # the store is gone: the timer ends this process
+                return
+            timer.cancel()
 
-    # A client of the store has a lock, which the main thread may hold while it waits. So the thread
-    # gets a client of its own
-    store = dist.distributed_c10d._get_default_store().clone()
-    keys = [f"beat-{r}" for r in range(world)]
-    name = f"rank {rank} on host {os.uname().nodename} (process {os.getpid()})"
-    finished = threading.Event()  # the `with` block has ended
-    silence_s = SILENT_BEATS * BEAT_S
-    no_store = (
-        f"the store on rank 0's node, {os.environ['MASTER_ADDR']}, has not answered "
-        f"for {silence_s:.0f} s: rank 0 or its node"
-    )
+            for name in silent_ranks(history):
+                self.end_process(
+                    f"{name} gave no sign for {self.silence_s:.0f} s: it is dead or unreachable"
+                )
+        with contextlib.suppress(RuntimeError):  # the store may have ended with rank 0
+            self.write_beat("")
 
-    def end(cause):
-        if finished.is_set():
+    def end_without_store(self) -> None:
+        """End this process because the store has not answered."""
+        self.end_process(
+            f"the store on rank 0's node, {os.environ['MASTER_ADDR']}, has not answered for "
+            f"{self.silence_s:.0f} s: rank 0 or its node is dead or unreachable"
+        )
+
+    def end_process(self, reason: str) -> None:
+        """Print the reason and end this process, unless the `with` block has ended."""
+        if self.finished.is_set():
             return
         print(
-            f"rank {rank}: {cause} is dead or unreachable; this run ends. {advice}",
+            f"rank {self.rank}: {reason}; this run ends. {self.advice}",
             file=sys.stderr,
             flush=True,
         )
@@ -525,32 +545,50 @@ def heartbeat(rank: int, world: int, advice: str):
         time.sleep(2 * BEAT_S)
         os._exit(1)
 
-    def beat():
-        history = deque(maxlen=SILENT_BEATS + 1)  # the last beats of all ranks, as they were read
-        while not finished.wait(BEAT_S):
-            timer = threading.Timer(silence_s, end, [no_store])
-            timer.daemon = True
-            timer.start()
-            try:
-                store.set(keys[rank], f"{name}: {time.monotonic()}")
-                history.append(store.multi_get(keys))
-            except RuntimeError:  # the store is gone: the timer ends this process
-                return
-            timer.cancel()
 
-            if len(history) <= SILENT_BEATS:
-                continue
-            for oldest, newest in zip(history[0], history[-1]):
-                has_ended = newest == b""  # the rank's `with` block
-                if oldest == newest and not has_ended:
-                    silent_rank = newest.decode().partition(":")[0]
-                    end(f"{silent_rank} gave no sign for {silence_s:.0f} s: it")
-        with contextlib.suppress(RuntimeError):  # the store may have ended with rank 0
-            store.set(keys[rank], "")
+def silent_ranks(history: deque) -> list[str]:
+    """Return the names of the ranks whose beat has not changed for SILENT_BEATS beats.
 
+    history: what was read at each of the last beats: a list with one beat per rank, as bytes.
+    """
+    if len(history) <= SILENT_BEATS:
+        return []
+    names = []
+    for oldest, newest in zip(history[0], history[-1]):
+        has_ended = newest == b""  # the rank's `with` block
+        if oldest == newest and not has_ended:
+            names.append(newest.decode().partition(":")[0])
+    return names
+
+
+@contextlib.contextmanager
+def heartbeat(rank: int, world: int, advice: str):
+    """End this process if a rank is dead or unreachable, because a collective with it would hang.
+
+    A HeartbeatThread on each rank does this every BEAT_S seconds while the `with` block runs:
+
+        write    its beat, which is the rank's name and the time, to the store on rank 0's node
+        read     the beats of all ranks
+        judge    a rank is silent if its beat has not changed for SILENT_BEATS beats. Then print
+                 the name of the silent rank and `advice`, and end this process. All remaining ranks
+                 do the same, each by itself
+
+    A timer ends this process if the store has not answered for SILENT_BEATS beats. Rank 0's node
+    may be lost then, and calls of the store hang or raise.
+
+    A rank whose `with` block has ended writes "" as its last beat, and never counts as silent. It
+    does not matter what the main thread waits for, because the beats come from their own thread.
+
+    advice: the sentence that ends the message, for example "Rows so far are written".
+    A collective of all ranks.
+    """
+    if world == 1:
+        yield
+        return
+
+    thread = HeartbeatThread(rank, world, advice)
     # the first beat, so that each key exists when it is first read
-    all_or_none(store.set, keys[rank], name)
-    thread = threading.Thread(target=beat, daemon=True)
+    all_or_none(thread.write_beat, thread.rank_name)
     thread.start()
     error_of_all = None
     try:
@@ -558,11 +596,11 @@ def heartbeat(rank: int, world: int, advice: str):
     except (ConfigError, UnexpectedError) as error:  # all ranks raise it, and none is dead
         error_of_all = error
     except BaseException:
-        # The exit waits for communicators, which may wait for another rank. So a signal kills this
-        # process in 10 s
+        # When this process exits, it waits for its communicators, and they may wait for another
+        # rank. So SIGALRM kills this process in 10 s, if it has not ended by then
         signal.alarm(10)
         raise
-    finished.set()
+    thread.finished.set()
     thread.join(2 * BEAT_S)  # it writes the last beat
     if error_of_all:
         raise error_of_all

@@ -1,7 +1,8 @@
 """CUDA streams that overlap communication with computation, and page-locked host memory.
 
-Each kind of communication or copy has a stream of its own (CommStream). Its users always follow one
-pattern: launch, compute, wait.
+Each kind of communication or copy has a stream of its own (CommStream). The compute stream, here
+also called "compute", is PyTorch's current stream, on which all other kernels run. The users of a
+CommStream always follow one pattern: launch, compute, wait.
 
     with stream.after_compute():            # starts when compute has done all work queued so far
         dist.all_reduce(x, group=group)     # launch: runs on the stream, the host does not stop
@@ -174,14 +175,15 @@ def host_budget(ranks: int, asked: int | None, root: Path = Path("/")) -> float:
     if asked > allowed:
         raise ValueError(
             f"--host-memory {in_unit(asked)} is too much: {smallest} allows {in_unit(allowed)}. "
-            "Ask for less than that, because other things on the node need some of it."
+            "Ask for less than that, because other processes on the node need some of it."
         )
     return asked / ranks
 
 
 # File system of control groups -> the files of a group that limit memory. memory.high counts, too:
 # Linux does not kill a group above it, but slows it down until memory is reclaimed. Pinned memory
-# cannot be reclaimed, so the group would stand still
+# cannot be reclaimed, so the group would stand still. Of memory.stat only one line is a limit,
+# hierarchical_memory_limit (see control_group_limits)
 LIMIT_FILES = {
     "cgroup2": ("memory.max", "memory.high"),
     "cgroup": ("memory.limit_in_bytes", "memory.stat"),
@@ -242,10 +244,10 @@ def control_group_mounts(root: Path) -> list[tuple[str, str, str]]:
     """
     mounts = []
     for line in read_lines(root / "proc/self/mountinfo"):
-        place, _, system = line.partition(" - ")
-        fields = place.split(" ")
-        kind = system.partition(" ")[0]
-        options = system.rpartition(" ")[2].split(",")
+        mount, _, file_system = line.partition(" - ")
+        fields = mount.split(" ")
+        kind = file_system.partition(" ")[0]
+        options = file_system.rpartition(" ")[2].split(",")
         if len(fields) > 4 and (kind == "cgroup2" or (kind == "cgroup" and "memory" in options)):
             mounts.append((kind, unescaped(fields[3]), unescaped(fields[4])))
     return mounts

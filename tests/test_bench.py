@@ -406,6 +406,30 @@ def test_bench_float8_peer_that_is_not_installed_is_a_result(group, monkeypatch)
     assert result["products"] == "fp8"  # so its bound is that of products in float8
 
 
+def test_bench_train_command_has_the_memory_flags(monkeypatch):
+    """The command that trains by a row's plan has the memory flags that the plan was made for.
+
+    Catches a command that makes another plan.
+    """
+    monkeypatch.setattr(bench.train, "plan_in_words", lambda _: "")
+    cfg = bench.config("--model tiny --seq 64 --gpu-memory 2G --host-memory 1G")
+    plan = SimpleNamespace(ranks=1, seq=64, batch=1)
+    step = SimpleNamespace(run=SimpleNamespace(cfg=cfg, plan=plan))
+    command = bench.plan_of_step(None, step)["train_command"]
+    flags = bench.train.parse(command.partition("python train.py ")[2].split())
+    assert (flags["gpu_memory"], flags["host_memory"]) == (2 * 2**30, 2**30)
+
+
+def test_bench_rows_can_be_chosen_by_their_labels():
+    """No label of a table that takes --rows has a comma, which separates labels there.
+
+    Catches a row that --rows cannot choose.
+    """
+    for table in bench.make_tables(ranks=2, nodes=1, short_seq=64).values():
+        if "rows" in table.takes.split():
+            assert not [row.label for row in table.rows if "," in row.label]
+
+
 @parametrize(
     "flags, world, error",
     [

@@ -231,7 +231,7 @@ REFUSED = [
     ("bench.py step --nodes 0", "--nodes: table step takes only --quick, --host-memory"),
     ("bench.py step --seq 64K", "--seq: table step takes"),
     ("bench.py step --profile new", "--profile: not allowed with argument table"),
-    ("bench.py --profile new --quick", "--quick: table machine takes only .*--profile takes none"),
+    ("bench.py --profile new --quick", "--quick: --profile takes no flag but --out"),
     ("bench.py long --seq 0", "--seq 0: choose a value from 1 to"),
     (
         "bench.py long --rows foo",

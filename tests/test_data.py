@@ -228,7 +228,7 @@ def test_data_token_files(width, most, said, of_val, vocab, message, tmp_path):
         for corpus in corpora:
             window = corpus.read(777, len(corpus))
             assert np.array_equal(window.tokens, ids[777:])
-            assert np.array_equal(window.counts, ids[777:] != (5 if "ignore" in said else -1))
+            assert np.array_equal(window.is_label, ids[777:] != (5 if "ignore" in said else -1))
         os.truncate(tmp_path / "val.bin", 0)
         with raises(ValueError, match="20000 tokens, its val.bin 0, too few"):
             data.split(*data.open_corpus(str(tmp_path)), 8, 0)
@@ -514,7 +514,7 @@ def test_data_masks_by_hand(tmp_path):
         assert row["loss"] == approx(bare_loss(windows, 10), rel=1e-11)
     windows = [val.window(i) for i in range(val.count)]
     assert rows[-1]["val_loss"] == approx(bare_loss(windows, 10), rel=1e-11)
-    assert len(rows) == 2 and not all(window.counts.all() for window in windows)
+    assert len(rows) == 2 and not all(window.is_label.all() for window in windows)
 
 
 @slow
@@ -730,7 +730,7 @@ def test_data_megatrons_files_and_sidecars(tmp_path):
     corpus, _ = data.open_corpus(str(path))
     data.check_tokens([corpus], 200, 0, 1)  # token 3 may end more documents than the index has
     assert data.choose_document_token([corpus], None) == 3
-    assert corpus.read(0, 2).counts.tolist() == [False, True]
+    assert corpus.read(0, 2).is_label.tolist() == [False, True]
     Path(f"{path}.json").write_text('{"token_bytes": 4}')
     with raises(ValueError, match="two widths of an id, 4 in .*x.bin.json and 2 in .*x.idx bytes"):
         data.open_corpus(str(path))
@@ -777,6 +777,7 @@ RECORDS = b'{"text": "one"}\n{"text": "two"}\n'
             "not UTF-8 text: .*(at byte|at position) 1",
         ),
         ("a.txt", b"text\0text", "a.txt is not UTF-8 text: .*(at byte|at position) 4"),
+        ("a.txt", b"text\0text\xff", "not UTF-8 text: .*(at byte|at position) 4"),
         ("a.txt", 14 * b"x" + b"\xe4\xb8", "not UTF-8 text: .*(at byte|at position) 14"),
         # what is text
         ("a.txt", 14 * b"x" + "\u4e16\u754c\U0001f600".encode(), ""),  # cut by blocks
@@ -1258,7 +1259,7 @@ def test_data_edges_of_documents_and_files(tmp_path):
     corpus, _ = data.open_corpus(str(folder))
     data.check_tokens([corpus], 256, 0, 1)
     assert corpus.read(0, len(corpus)).tokens.tolist() == [5, *range(7, 60)]
-    assert corpus.read(0, 1).tokens.tolist() == [5] and corpus.read(53, 54).counts.all()
+    assert corpus.read(0, 1).tokens.tolist() == [5] and corpus.read(53, 54).is_label.all()
 
     make_tokenizer(tmp_path / "hf", "the grass is green\r\n", 1)
     text = tmp_path / "a folder" / "line ends.txt"

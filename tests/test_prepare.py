@@ -722,6 +722,8 @@ def test_prepare_masks_of_published_templates(name, tmp_path):
         ("", {"messages": ["hi"]}, "messages is not a list of"),
         ("", {"messages": [{"role": "user"}]}, "message 1 has no content"),
         ("", {"conversations": [{"from": "alien", "value": ""}]}, "message 1 has .*role: .alien"),
+        ("", {"conversations": [{"from": ["user"], "value": ""}]}, "message 1 has .*role: ..user"),
+        ("", {"messages": json.loads("[" * 500 + "]" * 500)}, "line 2: .* recursion depth"),
         ("", conversation(("user", None)), "the content of message 1 is null"),
         ("", conversation(("user", "hi")), "no message has the role assistant"),
         ("", conversation(("user", "hi"), ("assistant", "\ud83d")), r"is \\ud83d, the half of"),
@@ -753,6 +755,20 @@ def test_prepare_null_entries_of_messages(tmp_path):
     (tmp_path / "a.jsonl").write_text(lines(record))
     ids = prepared(tmp_path / "a.jsonl", tokenizer, tmp_path / "a.bin", "--chat")
     assert ids == [USER, HI, TURN, BOT, BE, TURN, END]
+
+
+@parametrize("flags", ["--chat", "--chat --special-tokens"])
+def test_prepare_empty_tools(flags, tmp_path):
+    """An empty list of tools, as tables fill it in, is as if it were absent.
+
+    Catches --special-tokens that gives a template other tools than a command without it.
+    """
+    template = "{% if tools is not none %}good {% endif %}" + TEMPLATE
+    tokenizer = word_tokenizer(tmp_path / "tok", template)
+    record = conversation(("user", "hi"), ("assistant", "oh")) | {"tools": []}
+    (tmp_path / "a.jsonl").write_text(lines(record))
+    ids = prepared(tmp_path / "a.jsonl", tokenizer, tmp_path / "a.bin", flags)
+    assert ids == [USER, HI, TURN, BOT, OH, TURN, END]
 
 
 def test_prepare_dates_of_templates(tmp_path):
@@ -922,6 +938,23 @@ def test_prepare_believes_no_other_file(tmp_path, capsys, monkeypatch):
     assert prepare.main(command(*args[:3])) == 2
     assert "exists already, and nothing is overwritten" in capsys.readouterr().err
     assert np.fromfile(out, "<u2").tolist() == [HI, END]
+
+
+def test_prepare_killed_after_the_last_rename(tmp_path, capsys, monkeypatch):
+    """If OUT is removed but OUT.partial is left of a command that was killed at its very end, the
+    command ends with an error, and does not create OUT.
+
+    Catches an empty OUT, which train.py would read as tokens.
+    """
+    tokenizer = word_tokenizer(tmp_path / "tok")
+    (tmp_path / "a.jsonl").write_text(lines({"text": "hi"}))
+    out = tmp_path / "a.bin"
+    with monkeypatch.context() as patch:
+        patch.setattr(prepare.shutil, "rmtree", lambda *args, **flags: None)
+        assert prepared(tmp_path / "a.jsonl", tokenizer, out) == [HI, END]
+    out.unlink()
+    said = refusal(tmp_path / "a.jsonl", tokenizer, out, capsys)
+    assert "ids is not what was written there. Remove" in said and not out.exists()
 
 
 def test_prepare_notices_damage(tmp_path, capsys, monkeypatch):
