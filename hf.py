@@ -12,7 +12,7 @@ or a file. Before an export, check_export compares the logits of a small model.
 
     model = load_model(folder)             import a whole model, on the CPU in float32
 
-"Ours" are names and tensors of model.LLaMA, "theirs" those of Hugging Face's files. Some of our
+"Ours" are names and tensors of model.LLaMA, "theirs" are those of Hugging Face's files. Some of our
 matrices are several of theirs, stacked by rows. Example: layer 0 of llama3-8b, which has 32 heads
 and 8 K/V heads of 128 features:
 
@@ -174,12 +174,12 @@ def model_of(source: dict) -> ModelConfig:
 
 
 def _model_of(source: dict) -> ModelConfig:
-    """Do the work of model_of. May raise transformers' own errors, too."""
+    """Do the work of model_of, which turns transformers' own errors into a ValueError."""
     from transformers import AutoConfig
 
-    config = AutoConfig.for_model(**copy.deepcopy(source))  # it changes the dicts in source
-    # Models in transformers repeat this call. Only the second call finds an
-    # original_max_position_embeddings that lies outside of rope_parameters
+    config = AutoConfig.for_model(**copy.deepcopy(source))  # for_model changes the dicts it gets
+    # AutoConfig has called this once, and transformers' models call it again. Only the second call
+    # finds an original_max_position_embeddings that lies outside of rope_parameters
     config.standardize_rope_params()
     check_family(config.model_type)
     for key, required in REQUIRED_VALUES.items():
@@ -233,13 +233,16 @@ def sliding_window(source: dict) -> int:
 
 
 def is_own_weight(cfg: ModelConfig, name: str) -> bool:
-    """Return whether Hugging Face's files do not have a weight, as LLaMA.own_weights says."""
+    """Return whether only our model has a weight, not Hugging Face's files (LLaMA.own_weights).
+
+    Example: True for blocks.0.qkv.a.weight of examples/lora.py, False for blocks.0.qkv.weight.
+    """
     *_, weight, _ = name.split(".")  # "blocks", "0", "qkv", "a", "weight"
     return weight in LLaMA.class_of(cfg).own_weights
 
 
 def has_own_weights(cfg: ModelConfig) -> bool:
-    """Return whether an architecture is an import's with weights of its own, such as adapters."""
+    """Return whether a model has weights that Hugging Face's files lack, such as adapters."""
     return bool(LLaMA.class_of(cfg).own_weights)
 
 
@@ -277,8 +280,8 @@ def parts_of(cfg: ModelConfig) -> dict[str, dict[str, tuple]]:
             row_counts = [rows // len(their_names)] * len(their_names)
 
         parts[name] = {
-            f"{prefix}{part}.{suffix}": (count, *other_dims)
-            for part, count in zip(their_names, row_counts)
+            f"{prefix}{their_name}.{suffix}": (count, *other_dims)
+            for their_name, count in zip(their_names, row_counts)
         }
     return parts
 
@@ -313,8 +316,8 @@ def open_tensors(folder: str) -> dict[str, object]:
     else:
         raise ValueError(no_weights(folder))
 
-    stored, file_of = {}, {}  # by their name
-    # the order is that of transformers: if two files have the same tensor, the later file's counts
+    stored, file_of = {}, {}  # their name -> handle, their name -> file
+    # in transformers' order: if two files have the same tensor, the later file's counts
     for file in files:
         path = root / file
         if not path.exists():
@@ -325,7 +328,7 @@ def open_tensors(folder: str) -> dict[str, object]:
             raise ValueError(f"--init hf:{folder}: {path} cannot be read: {e}") from e
         try:
             handle = safe_open(path, "pt")
-            tensors = {part: handle.get_slice(part) for part in handle.keys()}
+            tensors = {their_name: handle.get_slice(their_name) for their_name in handle.keys()}
         except Exception as e:  # such a file may hold anything
             raise ValueError(
                 f"--init hf:{folder}: {path} is truncated, or no safetensors file: {e}"
@@ -333,23 +336,29 @@ def open_tensors(folder: str) -> dict[str, object]:
         stored |= tensors
         file_of |= dict.fromkeys(tensors, file)
 
-    for part, file in index.items():
-        if file_of.get(part) != file:
-            where = f"lies in {file_of[part]}" if part in file_of else "lies in none of its files"
+    for their_name, file in index.items():
+        if file_of.get(their_name) != file:
+            where = (
+                f"lies in {file_of[their_name]}"
+                if their_name in file_of
+                else "lies in none of its files"
+            )
             raise ValueError(
-                f"--init hf:{folder}: {INDEX} says that {part} lies in {file}, but it {where}. "
-                "Download the folder again"
+                f"--init hf:{folder}: {INDEX} says that {their_name} lies in {file}, but it "
+                f"{where}. Download the folder again"
             )
 
     if "model.embed_tokens.weight" not in stored and "embed_tokens.weight" in stored:
         # this is a base model, whose names lack the prefix "model.". A head never has this prefix
         stored = {
-            part if part.startswith("lm_head.") else f"model.{part}": tensor
-            for part, tensor in stored.items()
+            their_name if their_name.startswith("lm_head.") else f"model.{their_name}": tensor
+            for their_name, tensor in stored.items()
         }
-    # old files store the rotary frequencies
+    # leave out the rotary frequencies, which old files store: the model computes them itself
     return {
-        part: tensor for part, tensor in stored.items() if not part.endswith("rotary_emb.inv_freq")
+        their_name: tensor
+        for their_name, tensor in stored.items()
+        if not their_name.endswith("rotary_emb.inv_freq")
     }
 
 
@@ -387,7 +396,7 @@ def no_weights(folder: str) -> str:
         dots = ", ..." if len(others) > 4 else ""
         text += f"Other files are not read without the index: {', '.join(others[:4])}{dots}. "
     if not pickles:
-        return text + "Download them, too"
+        return text + "Download the weights, too"
     # the assertion stops a conversion that would make up weights, such as a random head
     name = json.dumps(str(folder))
     code = (
@@ -413,7 +422,7 @@ def open_weights(
 
         the files store     the model is
         no head             tied; with untie, its head begins as a copy of the embedding
-        an equal head       the same
+        an equal head       tied; with untie, its head begins as the stored one
         another head        untied: the head is the stored one, as in transformers 5
 
     open_weights raises ValueError if a file is missing or truncated, or if a tensor is missing,
@@ -427,24 +436,26 @@ def open_weights(
         parts["head.weight"] = parts["embed.weight"]
     check_shapes(
         folder,
-        expected={part: shape for theirs in parts.values() for part, shape in theirs.items()},
-        found={part: tuple(tensor.get_shape()) for part, tensor in stored.items()},
+        expected={
+            their_name: shape for theirs in parts.values() for their_name, shape in theirs.items()
+        },
+        found={their_name: tuple(tensor.get_shape()) for their_name, tensor in stored.items()},
     )
 
     def read(name):
         tensors = []
-        for part in parts[name]:
+        for their_name in parts[name]:
             try:
-                tensor = stored[part][:]
+                tensor = stored[their_name][:]
             except Exception as e:  # the file has changed since it was opened
-                raise ValueError(f"--init hf:{folder}: {part} cannot be read: {e}") from e
+                raise ValueError(f"--init hf:{folder}: {their_name} cannot be read: {e}") from e
             if not tensor.is_floating_point():
                 raise ValueError(
-                    f"--init hf:{folder}: {part} is of dtype {tensor.dtype}; only floating point "
-                    "is supported"
+                    f"--init hf:{folder}: {their_name} is of dtype {tensor.dtype}; only floating "
+                    "point is supported"
                 )
             if not is_finite(tensor):
-                raise ValueError(f"--init hf:{folder}: {part} has values that are not finite")
+                raise ValueError(f"--init hf:{folder}: {their_name} has values that are not finite")
             tensors.append(tensor)
         return torch.cat(tensors)
 
@@ -464,9 +475,9 @@ def check_shapes(folder: str, expected: dict[str, tuple], found: dict[str, tuple
     missing = sorted(expected.keys() - found.keys())
     left_over = sorted(found.keys() - expected.keys())
     misshapen = [
-        f"{part} ({found[part]}, not {expected[part]})"
-        for part in sorted(expected.keys() & found.keys())
-        if found[part] != expected[part]
+        f"{their_name} ({found[their_name]}, not {expected[their_name]})"
+        for their_name in sorted(expected.keys() & found.keys())
+        if found[their_name] != expected[their_name]
     ]
 
     problems = []
@@ -496,7 +507,7 @@ def load_model(folder: str) -> LLaMA:
     cfg, _ = read_config(folder)
     cfg, read = open_weights(folder, cfg)
     model = LLaMA(cfg)
-    model.init_weights(seed=0)  # of weights that only this model has
+    model.init_weights(seed=0)  # only weights that the files do not have keep these values
     for name, p in model.named_parameters():
         if not is_own_weight(cfg, name):
             p.data.copy_(read(name))
@@ -553,7 +564,7 @@ def export_config(cfg: ModelConfig, source: dict, dtype: torch.dtype):
 
     source: the import's config.json (read_config). The export keeps its family, and those of its
     keys that ModelConfig does not set, such as token ids. {}: a model from scratch, which becomes
-    the first family that computes the same.
+    the first family that computes the same. dtype: of the stored weights.
 
     Raises ValueError if a weight has no name in Hugging Face's files, or if the exported config
     would not be read as cfg again. Without this check an export could silently lose a field. If no
@@ -561,8 +572,8 @@ def export_config(cfg: ModelConfig, source: dict, dtype: torch.dtype):
     """
     from transformers import AutoConfig
 
-    parts_of(cfg)  # raises if a weight has no name there
-    if has_own_weights(cfg):  # they are merged into the others, so the export has none
+    parts_of(cfg)  # raises if a weight has no name in Hugging Face's files
+    if has_own_weights(cfg):  # they are merged into the other weights, so the export has none
         cfg = replace(cfg, architecture="llama")
     settings = dict(source)
     settings |= {key: getattr(cfg, field) for field, key in CONFIG_KEYS.items()}
@@ -636,8 +647,8 @@ def check_export(cfg: ModelConfig, source: dict) -> None:
         if p.dim() == 1:  # norms near 1, and biases so large that the logits show a lost one
             p.data += 1.0
 
-    # tokens at some positions, up to the last one, and on both sides of the trained length (even if
-    # that is the whole length)
+    # tokens at some positions, up to the last one, and on both sides of the trained length. If the
+    # trained length is all of max_positions, two of the positions lie beyond it
     trained = cfg.rope_scaling.get("original_max_position_embeddings", cfg.max_positions)
     last = cfg.max_positions - 1
     positions = {0, 1, 2, 7, 50, trained // 2, trained - 1, trained, trained + 1, last}
@@ -672,7 +683,7 @@ def write_small(folder: Path, model: LLaMA, config) -> None:
     for name, parts in parts_of(model.cfg).items():  # a tied model has no head here, only embed
         weight = model.export_weight(name, weights.__getitem__)
         pieces = weight.split([rows for rows, *_ in parts.values()])
-        tensors |= {part: piece.contiguous() for part, piece in zip(parts, pieces)}
+        tensors |= {their_name: piece.contiguous() for their_name, piece in zip(parts, pieces)}
     write_tensors(tensors, folder / WEIGHTS, {"format": "pt"})
     write_config(folder, config)
 
@@ -760,7 +771,7 @@ def check_export_folder(folder: Path, run: str, resumed_step: int | None) -> Non
 
     resumed_step: the step that the run resumes, or None for a run that begins anew.
     """
-    # a kill between the two renames of an exchange leaves the export in old_folder
+    # if a kill fell between the two renames of an exchange, the export is in old_folder
     for place in (folder, old_folder(folder, run)):
         step = exported_step(place, run)
         if step is None:
@@ -838,16 +849,17 @@ def delete_old(folder: Path, run: str) -> None:
 
 
 def collect_weights(
-    full_param: Callable[[str], Tensor], parts: dict[str, dict], dtype: torch.dtype
+    exported_weight: Callable[[str], Tensor], parts: dict[str, dict], dtype: torch.dtype
 ) -> dict[str, Tensor]:
     """Return the weights of one file on rank 0, {their name: tensor}, and {} on the other ranks.
 
-    All ranks gather one weight after the other. parts: our name -> {their name: shape}, where a
-    weight of ours is several of theirs, one below the other. A collective of all ranks.
+    All ranks gather one weight after the other, so this is a collective of all ranks.
+
+    exported_weight: function: our name -> the full tensor to write. parts: see parts_of.
     """
     tensors = {}
     for name, theirs in parts.items():
-        full = full_param(name)
+        full = exported_weight(name)
         if dist.get_rank() == 0:
             row_counts = [rows for rows, *_ in theirs.values()]
             rounded = round_weight(full.cpu(), dtype)  # as training rounds it
@@ -870,12 +882,11 @@ def export(
 
     folder              the folder for the files. An earlier export of the same run is replaced
     full_param          function: our name -> the full tensor. All ranks call it together.
-                        LLaMA.export_weight makes of it what is written
+                        LLaMA.export_weight turns full tensors into the ones that are written
     dtype               dtype of the stored weights
     source              the import's config.json, from read_config; {} for a model from scratch
     companion_folders   folders whose tokenizer and license files are copied
     group               ranks.patient_group(), because rank 0 may write longer than --timeout
-
     run, step           the run's run_number, and the steps done. The index records both
 
     The files are written to a new folder, which takes the place of `folder` when it is complete
@@ -885,8 +896,8 @@ def export(
     """
     partial = partial_folder(folder, run)
     with torch.device("meta"):
-        model = LLaMA(cfg)  # for its method only
-    weight = functools.partial(model.export_weight, full_param=full_param)
+        model = LLaMA(cfg)  # only its method export_weight is used
+    exported_weight = functools.partial(model.export_weight, full_param=full_param)
 
     config = export_config(cfg, source, dtype)
     parts = parts_of(cfg)  # without a head if cfg is tied, because transformers ties it again
@@ -927,7 +938,7 @@ def export(
         on_rank_0(begin, group=group)
         for i, names in enumerate(files, 1):
             file = f"model-{i:05d}-of-{len(files):05d}.safetensors"
-            tensors = collect_weights(weight, {name: parts[name] for name in names}, dtype)
+            tensors = collect_weights(exported_weight, {name: parts[name] for name in names}, dtype)
             on_rank_0(write_tensors, tensors, partial / file, {"format": "pt"}, group=group)
             weight_map |= dict.fromkeys(tensors, file)
         on_rank_0(finish, group=group)

@@ -13,16 +13,17 @@ appends it to the text, and asks the model again:
 --temperature divides the logits. Below 1, likely tokens become more likely. At 0 the most likely
 token is always taken. With the same seed, device and dtype the text is the same.
 
-The text goes to the standard output while it is drawn. What is loaded goes to the standard error:
+The prompt and the text go to the standard output while the text is drawn. A line about the model
+goes to the standard error:
 
     $ python sample.py out/tiny --prompt "def " --tokens 40
     out/tiny/step-00000200: 1,869,504 parameters on CPU in fp32. A token is a byte. ...
     def _get_attention_mask(self, config, ...
 
 This is one process, on a CPU or on one GPU, for short texts. The whole text runs through the model
-for each new token, so n tokens cost about n*n/2 times the work of one. With a cache of keys and
-values, which programs for serving have, they would cost n times the work of one. So for long texts
-or many users, load an export (train.py --export) in such a program, for example vLLM.
+for each new token, so n tokens cost about n*n/2 times the work of one. Programs for serving, such
+as vLLM, have a cache of keys and values, with which n tokens cost about n times the work of one. So
+for long texts or many users, load an export (train.py --export) in such a program.
 
 Nothing that is read can run code, and a checkpoint is checked as for a resume (checkpoint.py).
 
@@ -65,8 +66,8 @@ def generate(
 ) -> Iterator[int]:
     """Yield up to `count` tokens that continue `tokens`, one after the other.
 
-    A token of end_tokens ends the text, and is not yielded. seed: of the random numbers; with a
-    temperature of 0 none are drawn. Raises ValueError if the model computes no finite logits.
+    A token of end_tokens ends the text, and is not yielded. seed: seeds the random numbers, which a
+    temperature of 0 does not use. Raises ValueError if a logit is not finite.
     """
     random = torch.Generator().manual_seed(seed)
     text = torch.tensor([tokens], device=model.embed.weight.device)  # (1, T)
@@ -90,7 +91,8 @@ def draw(logits: Tensor, temperature: float, random: torch.Generator) -> int:
         )
     if temperature == 0:
         return int(logits.argmax())
-    # no difference is above 0, so a small temperature makes it -inf, but never inf
+    # After the subtraction no logit is above 0. So a tiny temperature gives -inf, whose probability
+    # is 0, but never inf, which would give NaN
     probabilities = ((logits - logits.max()) / temperature).softmax(0)
     return int(torch.multinomial(probabilities, 1, generator=random))
 
@@ -105,27 +107,27 @@ class Vocabulary:
     encode: Callable[[str], list[int]]
     decode: Callable[[list[int]], str]
     end_tokens: frozenset[int]
-    size: int  # larger than each id that encode returns
-    name: str  # for messages
+    name: str  # a sentence for messages
 
 
 def bytes_as_tokens(end_token: int = -1) -> Vocabulary:
     """Return the vocabulary of a model whose tokens are bytes. end_token: -1 if there is none."""
 
     def decode(tokens: list[int]) -> str:
-        # a model may have more ids than there are bytes; 255 occurs in no UTF-8 text
+        # a model may have more ids than there are bytes. They become 255, which occurs in no UTF-8
+        # text, so the replacement character is shown
         return bytes(min(token, 255) for token in tokens).decode("utf-8", "replace")
 
     end_tokens = frozenset({end_token} - {-1})
-    return Vocabulary(lambda text: [*text.encode()], decode, end_tokens, 256, "A token is a byte")
+    return Vocabulary(lambda text: [*text.encode()], decode, end_tokens, "A token is a byte")
 
 
 def tokens_of(folder: Path, end_token: int, add_special_tokens: bool) -> Vocabulary:
     """Return the vocabulary of a Hugging Face folder's tokenizer. Raises ValueError.
 
-    end_token: a further token that ends the text; -1: none. add_special_tokens: whether a prompt
-    begins with the special tokens that the tokenizer puts before a text, such as <s>. prepare.py
-    and train.py do not put them before documents.
+    Each end token that the folder names ends a text, and so does end_token (-1: none).
+    add_special_tokens: whether a prompt begins with the special tokens that the tokenizer puts
+    before a text, such as <s>. prepare.py and train.py do not put them before documents.
     """
     if not folder.is_dir():
         raise ValueError(
@@ -134,27 +136,27 @@ def tokens_of(folder: Path, end_token: int, add_special_tokens: bool) -> Vocabul
         )
     tokenizer = load_tokenizer(folder)
     named = named_tokens(folder).get("eos_token")
-    ends = {end_token, tokenizer.token_to_id(named or ""), *config_ids(folder, "eos_token_id")}
-    ends -= {-1, None}
+    end_tokens = {end_token, tokenizer.token_to_id(named or "")}
+    end_tokens |= {*config_ids(folder, "eos_token_id")}
+    end_tokens -= {-1, None}
 
     def encode(text: str) -> list[int]:
         ids = tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
-        while ids and ids[-1] in ends and add_special_tokens:  # some tokenizers end each text
-            ids.pop()
+        if add_special_tokens:  # some tokenizers also put an end token after the text
+            while ids and ids[-1] in end_tokens:
+                ids.pop()
         return ids
 
-    size = max(tokenizer.get_vocab().values(), default=-1) + 1
-    return Vocabulary(
-        encode, tokenizer.decode, frozenset(ends), size, f"The tokenizer is that of {folder}"
-    )
+    name = f"The tokenizer is that of {folder}"
+    return Vocabulary(encode, tokenizer.decode, frozenset(end_tokens), name)
 
 
 def stream(decode: Callable, prompt: list[int], tokens: Iterable[int]) -> Iterator[str]:
     """Yield the text of the prompt and of the tokens, piece by piece.
 
     A character may consist of several tokens. It is yielded when it is complete. Until then, the
-    decoded text ends in U+FFFD, the replacement character. The same character stands for bytes that
-    are not UTF-8.
+    decoded text ends in U+FFFD, the replacement character. Bytes that are not UTF-8 become the same
+    character, so they are yielded only with the next complete character, or at the end.
     """
     ids = [*prompt]
     shown = 0  # characters
@@ -188,15 +190,16 @@ class Loaded:
     model: LLaMA
     folder: Path  # from which it was read
     positions: int  # the most tokens that a text may have, prompt included
-    trained: int  # tokens per training sequence; the positions of the model if that is not known
+    # tokens per training sequence; if these are not known, the positions of the model
+    trained_length: int
     vocabulary: Vocabulary
 
 
 def load(folder: str, tokenizer: str, device: torch.device, dtype: torch.dtype) -> Loaded:
     """Return the model in a folder: of a run, of one of its checkpoints, or of Hugging Face.
 
-    folder: may begin with hf:, as train.py's --init. tokenizer: --tokenizer. Raises ValueError or
-    OSError.
+    folder: may begin with hf:, as in train.py's --init. tokenizer: the flag --tokenizer; "" means
+    that the model's folder or checkpoint says it. Raises ValueError or OSError.
     """
     path = Path(folder.removeprefix("hf:"))
     if folder.startswith("hf:") or (path / "config.json").exists():
@@ -219,10 +222,12 @@ def load_checkpoint(path: Path, tokenizer: str, device: torch.device, dtype: tor
     Raises ValueError or OSError."""
     with contextlib.redirect_stdout(sys.stderr):  # it prints which checkpoints it passes over
         saved = checkpoint.choose_in_one_process(path)
-    old = saved.meta["config"]
-    flags = train.resumed_flags({}, old)
+    old_flags = saved.meta["config"]
+    flags = train.resumed_flags({}, old_flags)
     _, cfg, source, _ = train.choose_model(flags, device, saved)
 
+    # All plain kernels compute the same attention, so PyTorch's will do. Another kernel, such as
+    # examples/alibi.py, must be the one that the run was trained with
     attention = plain_attention
     kernel = KERNELS.get(flags.attention)
     if flags.attention != "auto" and not (kernel and kernel.plain):
@@ -230,7 +235,7 @@ def load_checkpoint(path: Path, tokenizer: str, device: torch.device, dtype: tor
 
     with torch.device("meta"):
         model = LLaMA(cfg, attention).to(dtype).requires_grad_(False)
-    exported = OPTIMIZERS[flags.optimizer].exported  # so an export would write the same text
+    exported = OPTIMIZERS[flags.optimizer].exported  # the weights that an export would have
     read = checkpoint.open_weights(saved, model.shapes, exported)
     model.to_empty(device=device)
     for name, weight in model.named_parameters():
@@ -249,8 +254,8 @@ def load_checkpoint(path: Path, tokenizer: str, device: torch.device, dtype: tor
             "bytes"
         )
     positions = cfg.max_positions
-    trained = positions if source else old["seq"]
-    return Loaded(model, saved.folder, within_window(positions, source), trained, vocabulary)
+    trained_length = positions if source else old_flags["seq"]
+    return Loaded(model, saved.folder, within_window(positions, source), trained_length, vocabulary)
 
 
 def load_hugging_face(
@@ -411,10 +416,10 @@ def sample(args: argparse.Namespace) -> None:
     vocabulary = loaded.vocabulary
     prompt = encode_prompt(loaded, args.prompt, args.tokens)
     note = ""
-    if len(prompt) + args.tokens > loaded.trained:
+    if len(prompt) + args.tokens > loaded.trained_length:
         note = (
-            f". It was trained on sequences of {loaded.trained} tokens, so what comes after these "
-            "may be worse"
+            f". It was trained on sequences of {loaded.trained_length} tokens, so the text after "
+            "these may be worse"
         )
     print(
         f"{loaded.folder}: {param_count(loaded.model.cfg):,} parameters on "
@@ -443,7 +448,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"sample.py: out of GPU memory: {e}. Pass --device cpu", file=sys.stderr)
         return 1
     except (ValueError, OSError) as e:
-        # checkpoint.py and hf.py name the flags of train.py by which they are mostly called
+        # messages of checkpoint.py and hf.py begin with a flag of train.py, which is not used here
         text = str(e).removeprefix("--resume: ").removeprefix("--init hf:")
         print(f"sample.py: error: {text}", file=sys.stderr)
         return 2

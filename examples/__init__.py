@@ -8,7 +8,7 @@ names the missing row. To sample from such a model or to plan for it, write the 
 sample.py or planner.py. To make a fork of your own, copy the module, rename its row, and edit it.
 
     NAME        what it changes                              flag and rows                  lines
-    alibi       attention: a penalty for distance, whose     --attention alibi                 42
+    alibi       attention: a penalty for distance, whose     --attention alibi                 43
                 slope depends on the head
     block       the layer: biases, more norms, a gate        --architecture fork               36
     ema         the optimizer also averages the weights,     --optimizer ema                   45
@@ -21,7 +21,7 @@ sample.py or planner.py. To make a fork of your own, copy the module, rename its
     lora        adapters on a frozen model train; an         --architecture lora                60
                 export merges them
     muon        the optimizer of matrices                    --optimizer muon                  35
-    schedule    how the learning rate falls                  --schedule linear, wsd-linear     26
+    schedule    how the learning rate falls                  --schedule linear, wsd-linear     27
 
 Flags of several examples can be combined: --architecture gemma --attention local --optimizer ema.
 The tests run each example on one rank and on several, with sharded states, Ulysses, tensor and

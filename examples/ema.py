@@ -6,7 +6,7 @@ t changes it to
     keep * ema + (1 - keep) * weight,    keep = min(DECAY, (1 + t) / (10 + t))
 
 so that a short run averages, too. A step that is skipped, because its loss or gradients are not
-finite, leaves it as it is. Training itself and the losses in the log are those of AdamW.
+finite, leaves the average as it is. Training itself and the losses in the log are those of AdamW.
 
 To switch it on, write `import examples.ema` in train.py, below its other imports, and pass
 `--optimizer ema`. The state is sharded, moved to the host (`--os-place host`), saved, resumed and
@@ -15,8 +15,8 @@ instead of 10 P/os. `--export` writes the average (`exported="ema"`), and evalua
 weights themselves. A run that was trained without an average cannot be resumed with one, and is
 refused by name.
 
-`averaged` takes any row of OPTIMIZERS. For Muon write examples.muon's row instead of the first
-ADAMW in the last line.
+`averaged` takes any row of OPTIMIZERS. For Muon, import examples.muon here, and write
+OPTIMIZERS["muon"] instead of the first ADAMW in the last line.
 """
 
 from dataclasses import replace

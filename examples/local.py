@@ -1,7 +1,7 @@
 """Let attention differ by layer: local and global layers in turn.
 
-Layers 0, 2, 4, ... attend to the last WINDOW tokens only, and layers 1, 3, 5, ... to all earlier
-tokens. A kernel finds the number of its layer in `mask.layer`.
+In layers 0, 2, 4, ... a token attends only to the last WINDOW tokens, itself included. In layers 1,
+3, 5, ... it attends to all earlier tokens. A kernel finds the number of its layer in `mask.layer`.
 
 To switch it on, write `import examples.local` in train.py, below its other imports, and pass
 `--attention local`. Ulysses, token chunks, and tensor and pipeline parallelism follow, because a

@@ -39,12 +39,12 @@ class LoRABlock(Block):
     @staticmethod
     def project(matrix, prologue, *inputs):
         y = project(matrix, prologue, *inputs)
-        # autograd saves the same inputs for both, and (..., r)
+        # both products save the same inputs; the adapter also saves x A^T, (..., r)
         return matrix.b(ALPHA / RANK * project(matrix.a, prologue, *inputs)) + y
 
 
 class LoRAModel(LLaMA):
-    own_weights = ("a", "b")  # an import does not have them
+    own_weights = ("a", "b")  # Hugging Face's files do not have them
 
     def __init__(self, *args):
         super().__init__(*args)

@@ -5,6 +5,7 @@ import pytest
 # imported first, because it sets the number of threads before torch is imported
 from test_all import clean_up, group, run  # noqa: F401
 
+# so that an assert in helpers.py that fails shows its values, as those of test files do
 pytest.register_assert_rewrite("helpers")
 
 import numpy as np
@@ -14,9 +15,11 @@ from helpers import hf_model
 
 @pytest.fixture(scope="session")
 def sandbox(tmp_path_factory):
-    """A folder with a Hugging Face model (hf), a run that began with it (o), and a file of ids.
+    """A folder with three things that tests read:
 
-    big.bin has an id that is larger than the model's vocabulary.
+    hf         a Hugging Face model
+    o          the folder of a run that began with this model
+    big.bin    a file of token ids, with one id that is not in the model's vocabulary
     """
     folder = tmp_path_factory.mktemp("sandbox")
     hf_model(folder / "hf")

@@ -35,7 +35,7 @@ def on_file_event(path: str, act, event: str = "open") -> None:
 
     event: another of Python's audit events, such as "os.mkdir". So a test can cause a fault without
     replacing any part of the program. If act raises an error, the program sees it as the error of
-    the system call.
+    the system call. The hook stays until this process ends, because Python cannot remove it.
     """
 
     def hook(name, args):
@@ -107,7 +107,7 @@ def hf_model(folder, kind="llama", shard="60KB", **kw):
     return theirs
 
 
-# transformers 4, and what it needs in other versions than the installed ones or not at all here
+# transformers 4, and the packages that it needs and that are missing here or have other versions
 TRANSFORMERS_4 = (
     "transformers==4.57.1",
     "tokenizers==0.22.1",
@@ -148,8 +148,8 @@ def transformers_4() -> Path:
 def round_machine(inside=1e30, across=1e30, **changes) -> hardware.Profile:
     """Return a profile of a machine with round numbers: 100 TFLOP/s, huge GPUs, 8 GPUs per node.
 
-    All else takes no time. inside, across: the network's bytes/s in a node and across nodes.
-    changes: fields of the profile that shall have other values.
+    Copies and launches take almost no time. inside, across: the network's bytes/s in a node and
+    across nodes. changes: fields of the profile that shall have other values.
     """
     rates = dict.fromkeys(("memory", "optimizer", "to_host", "state_streaming"), 1e30)
     return hardware.Profile(
@@ -174,8 +174,14 @@ def round_machine(inside=1e30, across=1e30, **changes) -> hardware.Profile:
 
 
 # A small plan on 8 ranks of one node: 4 layers of the 7B model, one sequence of 32K tokens per rank
-STEP = costs.Plan(
-    replace(m.MODELS["7b"], layers=4), torch.bfloat16, 8, 8, 2**15, batch=8, chunk=2**15
+SMALL_PLAN = costs.Plan(
+    replace(m.MODELS["7b"], layers=4),
+    torch.bfloat16,
+    ranks=8,
+    per_node=8,
+    seq=2**15,
+    batch=8,
+    chunk=2**15,
 )
 
 
@@ -184,8 +190,8 @@ def fastest(
 ) -> costs.Plan:
     """Return the planner's first choice for GPUs of `gib` GiB, and check its list of plans.
 
-    All plans must fit, and the first must be within 0.2 % of the fastest. The others must be sorted
-    by time. host: bytes of host memory per rank. flags: the planner's constraints.
+    All plans must fit, and the first must be within 0.2 % of the fastest. The remaining plans must
+    be sorted by time. host: bytes of host memory per rank. flags: fields of planner.Constraints.
     """
     cluster = planner.Hardware(ranks, min(ranks, per_node), profile, gib * 2**30, host)
     constraints = planner.Constraints(**flags)
@@ -204,8 +210,8 @@ def swapping_plan(model, ranks, seq, factors, kept, **choices) -> costs.Plan:
     """Return a plan in bf16 whose layers run in token chunks.
 
     All ranks share one sequence, if `sp` is not among the choices. kept: the arguments of
-    offload.ActivationPlan except the lag, which is costs.most_lag. If it is empty, layers run
-    whole.
+    offload.ActivationPlan except the lag, which is costs.most_lag. If `kept` is empty, layers run
+    whole. choices: more fields of costs.Plan.
     """
     plan = costs.Plan(
         model,
@@ -226,15 +232,15 @@ def swapping_plan(model, ranks, seq, factors, kept, **choices) -> costs.Plan:
 
 
 def planned_run(plan: costs.Plan) -> train.Run:
-    """Return rank 0's run of a plan, on the CPU, with the plan's memory counted."""
+    """Return rank 0's run of a plan, on the CPU. The plan gets its GPU and host bytes."""
     return train.Run(train.Config(), 0, torch.device("cpu"), "cpu", planner.with_bytes(plan))
 
 
 def built(run: train.Run, as_on_gpus=False) -> tuple:
-    """Build rank 0 of a run. Return its model, its states, and a function that runs one step.
+    """Build rank 0 of a run. Return its model, its model states, and a function that runs one step.
 
     All tokens of the step are 0. as_on_gpus: attention's backward allocates the same scratch
-    tensors as FlashAttention-4, and ranks of a node reach each other's memory.
+    tensors as FlashAttention-4, and ranks of a node read each other's memory (peer access).
     """
 
     def backward(do, q, k, v, o, lse, mask):
@@ -265,8 +271,9 @@ def built(run: train.Run, as_on_gpus=False) -> tuple:
 def make_tokenizer(folder: Path, text: str, vocab: int = 300) -> None:
     """Train a byte-level BPE tokenizer on a text, and save it as a Hugging Face folder.
 
-    vocab: its number of ids. It has at least one for each byte of the text, and one for "<end>".
-    Up to 256 ids, other bytes have none, so that the tiny model can take them.
+    vocab: its number of ids. Each byte of the text has an id, and so has "<end>". With more than
+    256 ids, all 256 bytes have one. Otherwise only the text's bytes have one, so that the tiny
+    model, which has 256 ids, can take all of them.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 

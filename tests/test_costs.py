@@ -19,7 +19,7 @@ import ops
 import pipeline
 import planner
 import shard
-from helpers import STEP, built, planned_run, round_machine
+from helpers import SMALL_PLAN, built, planned_run, round_machine
 from test_all import ROOT, parametrize
 
 
@@ -44,14 +44,14 @@ def test_factors():
         ):
             shard.check_factors(shard.Factors(*f), 8)
     for batch, grad_sums, gradients in ((8, "fp32", 0.5), (16, "fp32", 1), (16, "dtype", 0.5)):
-        plan = replace(STEP, factors=shard.Factors(2, 4, 8), batch=batch, grad_sums=grad_sums)
+        plan = replace(SMALL_PLAN, factors=shard.Factors(2, 4, 8), batch=batch, grad_sums=grad_sums)
         need = [plan.params, gradients * plan.params, 1.5 * plan.params]
         assert [*costs.state_bytes(plan).values()] == need
 
 
 def seconds(profile: hardware.Profile, **choices) -> float:
-    """Return the predicted seconds of STEP with other choices."""
-    return costs.predict(replace(STEP, **choices), profile).step_s
+    """Return the predicted seconds of SMALL_PLAN with other choices."""
+    return costs.predict(replace(SMALL_PLAN, **choices), profile).step_s
 
 
 @parametrize("tied", [False, True])
@@ -59,7 +59,9 @@ def test_step_seconds_are_counted_by_hand(tied, monkeypatch):
     """A step takes the seconds of its FLOPs, and each slow part of a machine adds its own where
     nothing is hidden. A tied matrix is updated and sent once, and its head multiplies as any other.
     Catches FLOPs, updates, copies or launches that are forgotten or doubled."""
-    monkeypatch.setitem(globals(), "STEP", replace(STEP, model=replace(STEP.model, tied=tied)))
+    monkeypatch.setitem(
+        globals(), "SMALL_PLAN", replace(SMALL_PLAN, model=replace(SMALL_PLAN.model, tied=tied))
+    )
     n, c, f, v, layers = 2**15, 4096, 11008, 32000, 4
     matrices = 4 * c * c + 3 * f * c
     params = layers * matrices + (1 if tied else 2) * v * c
@@ -103,7 +105,7 @@ def test_launches_are_counted_by_hand():
 
     def launches(host: dict, **choices) -> float:
         machine = round_machine(launch={"a host": host})
-        one_gpu = replace(STEP, ranks=1, per_node=1, batch=1, **choices)
+        one_gpu = replace(SMALL_PLAN, ranks=1, per_node=1, batch=1, **choices)
         plan = costs.predict(one_gpu, machine)
         computed = sum(plan.seconds.values()) - plan.seconds["launches"]
         return plan.seconds["launches"] + computed * (plan.seconds["launches"] > 0)
@@ -148,7 +150,7 @@ def test_frozen_matrices_are_counted_by_hand(monkeypatch):
     assert of_reductions == approx(2 * frozen * (1 + 1 / 2 + 1 / 2) / 1e9)
     assert full[2] - full[0] - (found[2] - found[0]) == approx(28 * frozen / 8 / 1e9)
 
-    needed = costs.state_bytes(replace(STEP, **plan))
+    needed = costs.state_bytes(replace(SMALL_PLAN, **plan))
     assert [*needed.values()] == [2 * params / 2, 2 * v * c / 8, 12 * v * c / 8]
 
 
@@ -203,7 +205,7 @@ def test_recomputation_counts_the_layers_that_backward_reaches(monkeypatch):
 
     Catches a layer whose recomputation seems cheap because others have none.
     """
-    step = replace(STEP, recompute="auto")
+    step = replace(SMALL_PLAN, recompute="auto")
 
     def recomputation(n):
         plan = replace(step, activations=offload.ActivationPlan(n, 1, n))
@@ -385,7 +387,7 @@ def test_a_tied_matrix_costs_a_pipeline_one_sum(factors, layout):
     a copy or a sum that is forgotten."""
     model = replace(m.MODELS["7b"], layers=16)
     untied = replace(
-        STEP, model=model, pp=2, factors=shard.Factors(*factors), os_layout=layout, overlap=()
+        SMALL_PLAN, model=model, pp=2, factors=shard.Factors(*factors), os_layout=layout, overlap=()
     )
     tied = replace(untied, model=replace(model, tied=True))
     assert costs.with_bytes(tied).memory == costs.with_bytes(untied).memory
@@ -406,7 +408,7 @@ def test_bytes_of_stages_are_those_in_flight(v, most):
     P (V - 1) + 2 (P - 1) + 1 passes of 16 / (P V) layers (Megatron's order). Catches bytes of a
     layer, or micro-batches in flight, that are not counted."""
     model = replace(m.MODELS["7b"], layers=16)
-    plan = replace(STEP, model=model, ranks=32, seq=2**13, pp=4, pp_chunks=v)
+    plan = replace(SMALL_PLAN, model=model, ranks=32, seq=2**13, pp=4, pp_chunks=v)
     kept = [
         planner.with_bytes(replace(plan, batch=batch)).memory["activations"]
         for batch in (32, 64, 320)
@@ -448,11 +450,13 @@ def test_columns_exchange_in_the_open(mode, gathers, scatters, reductions, kept)
 
 @parametrize("flag, elements", [("qkv_bias", 9), ("qk_norm", 28)])
 def test_biases_and_norms_of_heads_take_time(flag, elements):
-    """Biases of q, k and v move 9 C elements per token and layer, and norms of q and k 28 C. Catches
-    a step of Qwen2 or Qwen3 that is counted as fast as one of LLaMA."""
+    """Biases of q, k and v move 9 C elements per token and layer, and norms of q and k 28 C.
+
+    Catches a step of Qwen2 or Qwen3 that is counted as fast as one of LLaMA.
+    """
     slow_memory = round_machine(memory=1e9)
-    more = seconds(slow_memory, model=replace(STEP.model, **{flag: True}))
-    assert STEP.model.layers * STEP.tokens * elements * 4096 * 2 / 1e9 == approx(
+    more = seconds(slow_memory, model=replace(SMALL_PLAN.model, **{flag: True}))
+    assert SMALL_PLAN.model.layers * SMALL_PLAN.tokens * elements * 4096 * 2 / 1e9 == approx(
         more - seconds(slow_memory), rel=1e-6
     )
 
@@ -464,12 +468,12 @@ def test_a_kernel_changes_the_seconds_of_attention_alone():
     rates = {"forward": [[1, 1e14]], "backward": [[1, 1e14]]}
     slower = {"forward": [[1, 0.8e14]], "backward": [[1, 0.8e14]]}
     machine = round_machine(attention={"fa4": rates, "cudnn": slower})
-    fa4, cudnn = (costs.predict(STEP, machine, kernel) for kernel in ("fa4", "cudnn"))
+    fa4, cudnn = (costs.predict(SMALL_PLAN, machine, kernel) for kernel in ("fa4", "cudnn"))
     assert cudnn.seconds == approx(fa4.seconds | {"attention": fa4.seconds["attention"] / 0.8})
     assert cudnn.memory == fa4.memory
     # of kernels that the profile lacks, and of auto
-    assert costs.predict(STEP, machine, "flash").seconds == cudnn.seconds
-    assert costs.predict(STEP, machine).seconds == fa4.seconds
+    assert costs.predict(SMALL_PLAN, machine, "flash").seconds == cudnn.seconds
+    assert costs.predict(SMALL_PLAN, machine).seconds == fa4.seconds
 
 
 def test_predictions_are_what_was_measured():

@@ -21,11 +21,12 @@ import planner
 import tensor
 import train
 from examples import lora  # noqa: F401  adds the row "lora" of model.ARCHITECTURES
-from helpers import STEP
+from helpers import SMALL_PLAN
 from test_all import (
     KEEPS,
     SMALL,
     SpoilingStream,
+    expose_races,
     losses,
     main,
     make_case,
@@ -37,7 +38,6 @@ from test_all import (
     quantise,
     relative,
     round_to_float8,
-    use_small_pieces,
 )
 
 CPU = torch.device("cpu")
@@ -395,10 +395,10 @@ def test_float8_bytes_are_counted():
 
     Catches a run that is planned to fit and does not. A GPU needs them beside all other tensors.
     """
-    plans = [replace(STEP, products=products) for products in ("dtype", "fp8")]
+    plans = [replace(SMALL_PLAN, products=products) for products in ("dtype", "fp8")]
     moment = "product of down"
     in_dtype, in_fp8 = (costs.total_bytes(costs.working_moments(plan)[moment]) for plan in plans)
-    n, c, f = STEP.tokens, STEP.model.dim, STEP.model.ffn
+    n, c, f = SMALL_PLAN.tokens, SMALL_PLAN.model.dim, SMALL_PLAN.model.ffn
     assert in_fp8 - in_dtype >= n * (c + f)  # of dy^T and a^T of `down`
 
     def bytes_of_casts(plan: costs.Plan) -> float:
@@ -408,8 +408,10 @@ def test_float8_bytes_are_counted():
     layer = 4 * c * c + 3 * c * f
     assert bytes_of_casts(plans[0]) == 0 and bytes_of_casts(plans[1]) == 2 * layer
     kept = replace(plans[1], keeps_casts=True)
-    assert bytes_of_casts(kept) == 2 * STEP.stage_layers * layer
-    odd = replace(plans[1], model=replace(STEP.model, ffn=f + 1))  # gate_up and down stay in bf16
+    assert bytes_of_casts(kept) == 2 * SMALL_PLAN.stage_layers * layer
+    odd = replace(
+        plans[1], model=replace(SMALL_PLAN.model, ffn=f + 1)
+    )  # gate_up and down stay in bf16
     assert bytes_of_casts(odd) == 2 * 4 * c * c
 
 
@@ -488,7 +490,7 @@ def test_gpu_products_equal_the_emulation(tokens, rows, cols, prologue):
 
 def compare_what_is_kept(line: str) -> None:
     """Assert that two steps of a case give the same bits whichever chunks are kept."""
-    use_small_pieces()
+    expose_races()
     expected = weights_after_two_steps(f"{line} keep=kept")
     for keep in ("again", "swapped", "mixed", "no-o"):
         assert torch.equal(weights_after_two_steps(f"{line} keep={keep}"), expected), keep

@@ -25,6 +25,7 @@ from test_all import (
     DelayedMessage,
     assert_equals_plain,
     compare_with_plain,
+    expose_races,
     is_usable,
     make_case,
     needs_gpu,
@@ -32,7 +33,6 @@ from test_all import (
     parametrize,
     reference_of_case,
     relative,
-    use_small_pieces,
 )
 
 
@@ -81,7 +81,7 @@ def check_waits(cases: list[dict], hidden: set[str], folder: Path) -> None:
 
     It tries each line that these cases reach and that is not in `hidden`. Runs on each rank.
     """
-    use_small_pieces()
+    expose_races()
     print(f"DELAY_SEED={DELAY_SEED} repeats these delays", flush=True)
     torch.compiler.set_stance("force_eager")
     left_out, reached, groups = None, [], {}

@@ -36,12 +36,12 @@ from test_all import (
     BATCH,
     ROOT,
     evaluate_batch,
+    expose_races,
     make_case,
     make_run,
     on_ranks,
     parametrize,
     slow,
-    use_small_pieces,
 )
 from test_all import CASES as ALL_CASES
 
@@ -98,7 +98,7 @@ NOT_JUDGED = {
     "shard.py self.host_states.synchronize": "it calls HostStates.synchronize, which is judged",
     "attention.py torch.cuda.synchronize": "GPUs map each other's memory; a CPU has none",
     "pipeline.py torch.cuda.synchronize": "it separates two communicators of NCCL, and no accesses",
-    "train.py torch.cuda.current_stream().synchronize": "an evaluation waits so that it can be left",
+    "train.py torch.cuda.current_stream().synchronize": "an evaluation waits, so it can be left",
 }
 
 
@@ -224,7 +224,7 @@ def check_order(cases: dict[str, tuple], folder: Path) -> None:
     A case's entry has the number of accesses, its races, and for each line that waits the races
     there would be without this wait.
     """
-    use_small_pieces()
+    expose_races()
     happens_before.simulate_streams()
     torch.compiler.set_stance("force_eager")
     groups, results = {}, {}
