@@ -93,7 +93,7 @@ NOT_JUDGED = {
     "bench.py": "it times kernels, and no case runs it",
     "measure.py": "it times kernels, and no case runs it",
     "prepare.py": "its processes wait for each other, and it has no streams",
-    "ranks.py finished.wait": "a thread of the host sleeps",
+    "ranks.py self.finished.wait": "a thread of the host sleeps",
     "tensor.py self.barrier.wait": "threads of the host wait for each other",
     "shard.py self.host_states.synchronize": "it calls HostStates.synchronize, which is judged",
     "attention.py torch.cuda.synchronize": "GPUs map each other's memory; a CPU has none",
