@@ -618,6 +618,11 @@ def swapped_inputs_and_outputs(plan):
     return inputs, outputs
 
 
+def most_swapped_chunks(plan: ActivationPlan):
+    """Return how many chunks the layer that swaps most of them swaps."""
+    return ceil_div(plan.swapped_chunks, np.maximum(1, plan.swapped_layers))
+
+
 def activation_gpu_bytes(plan: ActivationPlan, layer: LayerBytes) -> float:
     """Return the most GPU bytes that skeletal activations take at any moment of a step.
 
@@ -658,8 +663,8 @@ def activation_gpu_bytes(plan: ActivationPlan, layer: LayerBytes) -> float:
     # a rounding buffer has room for the largest swapped group. That is the last one, because the
     # layers that drop o are the first ones
     groups, outputs = swapped_inputs_and_outputs(plan)
-    chunks = ceil_div(plan.swapped_chunks, np.maximum(1, swapped))  # of a layer
-    largest = x + np.minimum(m, outputs) * attn + chunks * others / plan.chunks
+    chunk = others / plan.chunks
+    largest = x + np.minimum(m, outputs) * attn + most_swapped_chunks(plan) * chunk
     return most + np.where(groups > 0, 2 * largest, 0.0)
 
 
@@ -701,9 +706,8 @@ def most_lag(plan: ActivationPlan, layer: LayerBytes):
     """
     x, attn, others = layer
     chunk = others / plan.chunks
-    per_swapped_layer = ceil_div(plan.swapped_chunks, np.maximum(1, plan.swapped_layers))
     at_the_end = plan.resident * (x + attn) + plan.kept_chunks * chunk
-    lag = np.floor(at_the_end / (x + attn + per_swapped_layer * chunk) + 1e-9)
+    lag = np.floor(at_the_end / (x + attn + most_swapped_chunks(plan) * chunk) + 1e-9)
     # if layers drop x, or resident layers drop o, the end of forward holds less than this
     holds_all = (plan.stride == 1) & (plan.layers_recomputing_attention <= plan.swapped_layers)
     return np.where(holds_all, np.clip(lag, 2, np.maximum(2, plan.resident)), 2)
@@ -1223,9 +1227,9 @@ def exposed_and_slowed(compute, communication, slowdowns):
     slowdowns: two factors, by which computation and communication get longer while both run, as in
     Galvatron. So hiding is not free.
 
-    Example: 10 s of computation, 4 s of communication, slowdowns 1.1 and 1.5. While the communication
-    runs, for 4 x 1.5 = 6 s, computation does what takes 6 / 1.1 = 5.45 s without it. So it gets
-    longer by 0.55 s, and nothing is exposed.
+    Example: 10 s of computation, 4 s of communication, slowdowns 1.1 and 1.5. While the
+    communication runs, for 4 x 1.5 = 6 s, computation does what takes 6 / 1.1 = 5.45 s without it.
+    So it gets longer by 0.55 s, and nothing is exposed.
     """
     slow_compute, slow_communication = slowdowns
     # the most communication that can be hidden, in the seconds that it takes by itself
@@ -1916,9 +1920,10 @@ def copy_waits(
 
         in_a_row      for each L, the copies of the L consecutive layers that swap most, less the
                       forward of L + d - 2 layers. The largest of these. If it is 0, no layer waits
-        one_by_one    L = 1, added up over all layers. Example: d = 2, a forward takes 50 ms, and
-                      the copies of every second layer 80 ms, those of the others nothing. Then half
-                      of the layers wait for 30 ms each, although the mean of all copies is 40 ms
+        one_by_one    L = 1, added up over all layers. Example: d = 2, and a forward takes 50 ms.
+                      The copies of every second layer take 80 ms, and the other layers copy
+                      nothing. Then half of the layers wait for 30 ms each, although the mean of
+                      all copies is 40 ms
 
     In backward, each prefetch is hidden by the backward of one layer. The prefetches of the last
     two swapped layers are hidden by that of the resident layers.
@@ -1944,7 +1949,7 @@ def copy_waits(
     in_a_row = np.max(np.where(rows <= swapped, exposed, 0.0), axis=0)
 
     # layers have two sizes: those with one more chunk than others, or (if m > 1) with x
-    larger = x + outputs / swapped * attn + ceil_div(plan.swapped_chunks, swapped) * chunk
+    larger = x + outputs / swapped * attn + most_swapped_chunks(plan) * chunk
     smaller = larger - np.where(plan.stride > 1, x, chunk)
     uneven = plan.swapped_chunks % swapped
     num_larger = np.where(plan.stride > 1, inputs, np.where(uneven > 0, uneven, swapped))

@@ -521,8 +521,8 @@ class Prologue:
 
 @functools.cache
 def norm_prologue(eps: float) -> Prologue:
-    """Return the Prologue whose inputs are x (..., C) and a norm's weight (C,). All layers share one
-    object, so that a function that fp8.py compiles for it is compiled only once."""
+    """Return the Prologue whose inputs are x (..., C) and a norm's weight (C,). All layers share
+    one object, so that a function that fp8.py compiles for it is compiled only once."""
     return Prologue(lambda x, weight: norm_forward(x, weight, eps), norm_backward)
 
 
@@ -644,11 +644,13 @@ def unread_product(y: Tensor) -> Matrix | None:
     A block declares nothing. This function reads the graph that autograd recorded for y, and
     checks four conditions:
 
-        condition                                 reason, or what it means
+        condition                                 why
         1. y is a sum                             other operators may read their inputs in backward
-        2. its second term is a product           of `project`, without an operator in between; or
-                                                  it is a sum again, whose second term is one
-        3. the product's Prologue has no extras   they (1 / rms, say) come from its skipped forward
+        2. its second term is a product           only the result of `project` can be skipped. The
+                                                  term may also be a sum again, whose second term is
+                                                  such a product
+        3. the product's Prologue has no extras   extras (such as 1 / rms) come from the forward
+                                                  that would be skipped
         4. no other term of these sums depends    otherwise another operator reads it, too
            on the product
 

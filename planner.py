@@ -97,6 +97,7 @@ from costs import (
     lost_seconds,
     memory_of_states,
     most_lag,
+    most_swapped_chunks,
     nearest_kernel,
     skeletal_bytes,
     step_seconds,
@@ -494,6 +495,28 @@ def largest(holds, most):
     return least
 
 
+def chunks_in_rounding_buffers(layer, chunks, k, room):
+    """Return how many chunks c of a layer fit the rounding buffers, for arrays of candidates.
+
+    layer, chunks: as in plan_activations. k: resident layers. room: GPU bytes that are left beside
+    what a candidate needs without any chunk.
+
+    In backward the two rounding buffers hold c chunks each. In forward the buffers take as much.
+    Two swapped layers also hold c chunks each: the one that runs, and the one before it, whose
+    copies to the host may still run. But `room` leaves out x and o of all k resident layers. These
+    have not run yet, and the GPU holds x and o of only the two swapped layers. So
+    (k - 2) (x + attn) are free:
+
+        backward    2 c chunk_bytes <= room
+        forward     4 c chunk_bytes <= room + (k - 2) (x + attn)
+    """
+    x, attn, others = layer
+    chunk_bytes = others / chunks
+    fit_backward = room / (2 * chunk_bytes)
+    fit_forward = (room + (k - 2) * (x + attn)) / (4 * chunk_bytes)
+    return np.minimum(whole_chunks(np.minimum(fit_backward, fit_forward)), chunks)
+
+
 def plan_activations(
     n, layer, s, chunks, bandwidth, gpu, host, resident=None, alpha=None, busy=0.0
 ):
@@ -525,8 +548,8 @@ def plan_activations(
     the first constraint becomes: layers wait no longer than for the copies of x and o, which is
     usually 0 s (costs.copy_waits). If x and o do not fit, layers drop them: only one layer in m
     keeps x, and X layers drop o. For each candidate (k, m, X), the plan swaps as many chunks as all
-    three constraints allow. Then the resident
-    layers keep as many chunks as have room. The candidate that loses the least time wins.
+    three constraints allow. Then the resident layers keep as many chunks as have room. The
+    candidate that loses the least time wins.
 
     Example: 4 layers of 4 chunks. x and o take 1 GiB each, a chunk of S_others 2 GiB. A layer's
     forward takes 1 s, its recomputation 0.3 s. The link to the host carries 5 GiB/s. The GPU has
@@ -545,7 +568,7 @@ def plan_activations(
     k = 4 needs no rounding buffer, keeps 8 chunks and loses 0.6 s, too, and swaps nothing, so k = 4
     wins.
     """
-    x_bytes, attn_bytes, others_bytes = layer
+    *_, others_bytes = layer
     chunk_bytes = others_bytes / chunks  # S_others of one chunk
 
     set_by_hand = alpha is not None or resident is not None
@@ -563,24 +586,10 @@ def plan_activations(
         n, layer, resident, must_swap
     )
 
-    # ---- GPU memory: how many chunks of each layer fit the rounding buffers?
-    #     room = gpu - bytes that the candidate needs without any chunk
-    # In backward the two rounding buffers hold c chunks each:
-    #     2 c chunk_bytes <= room
-    # In forward the buffers take as much. Two swapped layers also hold c chunks each: the one that
-    # runs, and the one before it, whose copies to the host may still run. But gpu_without_chunks
-    # counts x and o of all k resident layers. These have not run yet, and the GPU holds x and o of
-    # only the two swapped layers. So (k - 2) (x + attn) are free:
-    #     4 c chunk_bytes <= room + (k - 2) (x + attn)
+    # ---- memory: how many chunks may each candidate swap?
     room = gpu - gpu_without_chunks
-    forward_room = room + (k - 2) * (x_bytes + attn_bytes)
-    fit_backward = room / (2 * chunk_bytes)
-    fit_forward = forward_room / (4 * chunk_bytes)
-    fit_buffers = whole_chunks(np.minimum(fit_backward, fit_forward))
-    fit_gpu = np.where(saves_chunks, swapped_layers * np.minimum(fit_buffers, chunks), 0)
-
-    # ---- host memory: how many chunks of all swapped layers fit beside their x and o?
-    #     host_without_chunks + chunk_bytes * swapped <= host
+    fit_buffers = chunks_in_rounding_buffers(layer, chunks, k, room)
+    fit_gpu = np.where(saves_chunks, swapped_layers * fit_buffers, 0)
     fit_host = whole_chunks((host - host_without_chunks) / chunk_bytes)
     fit_memory = np.minimum(fit_host, fit_gpu)
 
@@ -591,11 +600,10 @@ def plan_activations(
         lag is as large as it may be:
             kept = room / chunk_bytes - 2 * (chunks of a swapped layer, rounded up)
         """
-        per_swapped_layer = np.ceil(swapped / np.maximum(1, swapped_layers[of]))
-        kept = whole_chunks(room[of] / chunk_bytes) - 2 * per_swapped_layer
+        plans = ActivationPlan(n, chunks, k[of], 0, swapped, dropped_outputs[of], stride[of])
+        kept = whole_chunks(room[of] / chunk_bytes) - 2 * most_swapped_chunks(plans)
         most_kept = np.where((room[of] >= 0) & saves_chunks[of], chunks * k[of], 0)
-        kept = np.clip(kept, 0, most_kept)
-        plans = ActivationPlan(n, chunks, k[of], kept, swapped, dropped_outputs[of], stride[of])
+        plans = replace(plans, kept_chunks=np.clip(kept, 0, most_kept))
         return replace(plans, lag=most_lag(plans, layer))
 
     # ---- bandwidth: swap as many chunks as fit in memory without making layers wait longer than

@@ -335,7 +335,8 @@ class StepMemory:
         """Free the arena if no tensor lies in it. Return whether no arena is left."""
         if self.arena is None:
             return True
-        tensors_in_arena = self.allocator.load(None, None, 0)  # 0: the allocator has let go of it
+        # the allocator lets go of the arena, but only if no tensor lies in it
+        tensors_in_arena = self.allocator.load(None, None, 0)
         if tensors_in_arena:
             return False
         self.graph = None

@@ -419,29 +419,36 @@ def test_planner_is_fast():
 # ---------------------------------------------------------------------------- activations
 
 
-def brute_force_activations(n, layer, s, c, bandwidth, gpu, host) -> float:
+def expected_waits(
+    sizes: list[float], most: Callable[[int], float], lag: int, s, bandwidth: float
+) -> float:
+    """Return what costs.copy_waits should, for layers that copy these bytes. sizes: one per swapped
+    layer, where o that some layers drop is missing in equal parts everywhere. most(L): the most
+    bytes of L consecutive layers. s: costs.LayerSeconds."""
+    if not sizes:
+        return 0.0
+    seconds = [size / bandwidth for size in sizes]
+    in_a_row = (
+        most(rows) / bandwidth - (rows + lag - 2) * s.forward for rows in range(1, len(sizes) + 1)
+    )
+    one_by_one = sum(max(0.0, copy - (lag - 1) * s.forward) for copy in seconds)
+    backward = sum(max(0.0, copy - s.backward) for copy in seconds)
+    by_resident_layers = min(2, len(sizes)) / len(sizes)  # prefetches that these hide
+    return max(0.0, one_by_one, *in_a_row) + (1 - by_resident_layers) * backward
+
+
+def brute_force_activations(*program) -> float:
     """Return the least seconds of planner.plan_activations's program, by trying everything, and
-    of what is swapped the most."""
+    of what is swapped the most. program: n, layer, s, chunks, bandwidth, gpu, host."""
+    return min(least_loss_with_chunks(*program), least_loss_without_chunks(*program))
+
+
+def least_loss_with_chunks(n, layer, s, c, bandwidth, gpu, host) -> float:
+    """Return the least seconds of plans that keep or swap chunks, inf if none fits."""
     best = math.inf
     x, attn, others = layer
     io = x + attn
     part = others / c
-
-    def waits(sizes: list[float], lag: int, most: Callable[[int], float]) -> float:
-        """sizes: of what each swapped layer copies, where o that some layers drop is missing in
-        equal parts everywhere. most(L): the most bytes of L consecutive layers."""
-        if not sizes:
-            return 0.0
-        seconds = [size / bandwidth for size in sizes]
-        in_a_row = (
-            most(rows) / bandwidth - (rows + lag - 2) * s.forward
-            for rows in range(1, len(sizes) + 1)
-        )
-        one_by_one = sum(max(0.0, c - (lag - 1) * s.forward) for c in seconds)
-        backward = sum(max(0.0, c - s.backward) for c in seconds)
-        by_resident_layers = min(2, len(sizes)) / len(sizes)  # prefetches that these hide
-        return max(0.0, one_by_one, *in_a_row) + (1 - by_resident_layers) * backward
-
     for k, dropped in itertools.product(range(2, n + 1), range(n - 1)):
         late_without_chunks = None
         found = None
@@ -449,13 +456,13 @@ def brute_force_activations(n, layer, s, c, bandwidth, gpu, host) -> float:
             of_layers = [
                 (i + 1) * swapped // (n - k) - i * swapped // (n - k) for i in range(n - k)
             ]
-            most = -(-swapped // max(1, n - k))
-            leaving = 2 * (io + most * part) * (k < n)
+            per_layer = -(-swapped // max(1, n - k))
+            leaving = 2 * (io + per_layer * part) * (k < n)
             buffers = leaving - 2 * attn * (dropped == n - k > 0)  # to which no o comes back
             out = (n - k) * io - dropped * attn + swapped * part
             room = gpu - buffers - k * io
             kept = min(c * k, max(0, room) // part)
-            lag = int((k * io + kept * part) / (io + most * part) + 1e-9)
+            lag = int((k * io + kept * part) / (io + per_layer * part) + 1e-9)
             # o of layers that drop it is missing in equal parts everywhere
             missing = dropped * attn / max(1, n - k)
             sizes = [io - missing + chunks * part for chunks in of_layers]
@@ -466,7 +473,7 @@ def brute_force_activations(n, layer, s, c, bandwidth, gpu, host) -> float:
             def most(rows, copied=copied):
                 return max(sum(copied[i : i + rows]) for i in range(len(copied) - rows + 1))
 
-            late = waits(sizes, min(max(2, lag), k), most)
+            late = expected_waits(sizes, most, min(max(2, lag), k), s, bandwidth)
             late_without_chunks = late if swapped == 0 else late_without_chunks
             if room < 0 or leaving + buffers > gpu or out > host:
                 break  # more chunks need more memory
@@ -475,6 +482,15 @@ def brute_force_activations(n, layer, s, c, bandwidth, gpu, host) -> float:
             again = (n - (kept + swapped) / c) * s.recompute + dropped * s.attention
             found = late + again  # of the most that hides
         best = min(best, math.inf if found is None else found)
+    return best
+
+
+def least_loss_without_chunks(n, layer, s, c, bandwidth, gpu, host) -> float:
+    """Return the least seconds of plans that keep and swap no chunk, and may drop x and o; inf if
+    none fits."""
+    best = math.inf
+    x, attn, _ = layer
+    io = x + attn
     for stride, k, dropped in itertools.product(range(1, n + 1), range(2, n + 1), range(n + 1)):
         away = n - k
         if away % stride:
@@ -499,7 +515,7 @@ def brute_force_activations(n, layer, s, c, bandwidth, gpu, host) -> float:
         again = sum(i % stride < stride - 1 for i in range(dropped))  # q, k, v of remade outputs
         best = min(
             best,
-            waits(copied_mean, 2, most_of_stride)
+            expected_waits(copied_mean, most_of_stride, 2, s, bandwidth)
             + dropped * s.attention
             + remade * s.post
             + n * s.recompute
