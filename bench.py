@@ -22,7 +22,7 @@ sequences at once, unless --micro-batch says how many.
 Steps run on random tokens, and a time is the median after a warm-up. MFU counts the model's FLOPs
 (model.flops_per_token), but not those of recomputation. Causal MFU counts half of the attention
 matrix, full MFU all of it. The bound is the causal MFU of the step's attention and matrix kernels
-when nothing else runs, and "of bound" is the step's causal MFU as a fraction of it.
+when nothing else runs, and the percent of kernel bound is the step's causal MFU divided by it.
 
 A row is one line of JSON in results/MONTH-MACHINE/TABLE.jsonl, for example
 results/2026-11-4xh200/long.jsonl. It holds the label, the flags, what was measured, the hardware,
@@ -962,8 +962,8 @@ COLUMNS = {
     "TGS":              ("tgs",                     ",.0f"),
     "MFU causal":       ("mfu_causal",              ".1%"),
     "MFU full":         ("mfu_full",                ".1%"),
-    "bound":            ("bound_mfu",               ".1%"),
-    "of bound":         ("bound_ratio",             ".1%"),
+    "kernel bound":     ("bound_mfu",               ".1%"),
+    "of kernel bound":  ("bound_ratio",             ".1%"),
     "GPU GiB":          ("gpu_gib",                 ".1f"),
     "host GiB":         ("host_gib",                ".1f"),
     "communication ms": ("communication_ms",        ".1f"),

@@ -236,13 +236,13 @@ def draw_speed(path: Path, bars: list[tuple[str, dict, dict, str]]) -> None:
     ax.set_yticks(range(len(bars)), [where for where, *_ in bars])
     ax.set(ylim=(len(bars) - 0.5, -0.5), xlim=(0, 76), xlabel="causal MFU, %")
     ax.set_title(
-        "Long sequences run near the bound of their kernels (bold numbers: peer's time / ours)",
+        "Long sequences run near their kernel bound (bold numbers: peer's time / ours)",
         pad=22,
         weight="bold",
     )
     ax.legend(
         [plt.Line2D([], [], color=BLACK), Patch(color=BLUE), Patch(color=ORANGE)],
-        ["kernels by themselves (bound)", "this project", "fastest peer, at its best setting"],
+        ["kernel bound", "this project", "fastest peer, at its best setting"],
         loc="lower left",
         bbox_to_anchor=(-0.01, 1),
         ncol=3,

@@ -310,7 +310,7 @@ COLUMNS = {  # title -> what it says of a row
     "predicted, s": number("predicted_s", ".4g"),
     "tokens/s per GPU": number("tgs", ",.0f"),
     "MFU, causal": number("mfu_causal", ".1%"),
-    "of bound": number("bound_ratio", ".1%"),
+    "of kernel bound": number("bound_ratio", ".1%"),
     "GPU GiB": number("gpu_gib", ".1f"),
     # some older rows say 0 where others say nothing
     "host GiB": lambda row: f"{row['host_gib']:.1f}" if row.get("host_gib") else "-",
@@ -329,15 +329,16 @@ COLUMNS = {  # title -> what it says of a row
     "flags": flags_text,
 }
 LEFT = ("what ran", "hardware", "model", "flags")  # columns that are aligned left
+SPEED = ["step, s", "tokens/s per GPU", "MFU, causal", "of kernel bound", "GPU GiB"]
 TABLE_COLUMNS = {  # table of bench.py -> its columns between "tokens" and "commit"
-    "step": ["step, s", "tokens/s per GPU", "MFU, causal", "of bound", "GPU GiB"],
-    "machine": ["step, s", "tokens/s per GPU", "MFU, causal", "of bound", "GPU GiB", "host GiB"],
-    "parallel": ["micro-batches", "step, s", "tokens/s per GPU", "MFU, causal", "of bound", "GPU GiB"],
-    "long": ["sequences", "step, s", "tokens/s per GPU", "MFU, causal", "of bound", "GPU GiB", "host GiB"],
-    "ring": ["step, s", "tokens/s per GPU", "MFU, causal", "of bound", "GPU GiB"],
-    "offload": ["step, s", "tokens/s per GPU", "MFU, causal", "of bound", "GPU GiB", "host GiB"],
-    "plans": ["micro-batches", "step, s", "predicted, s", "MFU, causal", "of bound", "GPU GiB"],
-    "shard": ["micro-batches", "step, s", "tokens/s per GPU", "MFU, causal", "of bound", "GPU GiB"],
+    "step": SPEED,
+    "machine": [*SPEED, "host GiB"],
+    "parallel": ["micro-batches", *SPEED],
+    "long": ["sequences", *SPEED, "host GiB"],
+    "ring": SPEED,
+    "offload": [*SPEED, "host GiB"],
+    "plans": ["micro-batches", "step, s", "predicted, s", *SPEED[2:]],
+    "shard": ["micro-batches", *SPEED],
     "overlap": ["micro-batches", "step, s", "tokens/s per GPU", "MFU, causal", "GPU GiB"],
     "trace": ["step, s", "communication, ms", "exposed, ms", "GPU GiB"],
     "idle": ["sequences", "step, s", "idle, ms", "to the host, ms", "from the host, ms"],
@@ -486,7 +487,7 @@ def comparisons() -> dict[tuple[str, str, str], tuple[dict, dict]]:
 
 def is_better_elsewhere(peer: dict, best: dict, fair: list[dict]) -> bool:
     """Return whether a peer's row says that `best` is not its best: its settings are not among the
-    fair ones, which have our attention kernel, and it came nearer to the bound of its own kernel."""
+    fair ones, which have our attention kernel, and it came nearer to its kernel bound."""
     tried = {row["label"] for row in fair}
     return peer["label"] not in tried and peer["bound_ratio"] > best["bound_ratio"]
 
@@ -566,7 +567,7 @@ def claim() -> str:
 
 
 def normal() -> str:
-    """Return a sentence: between which values our MFU and our percent of the bound lie."""
+    """Return a sentence: between which values our MFU and our percent of kernel bound lie."""
     rows = [ours for ours, _ in comparisons().values() if ours["batch"] == 1]
     texts = []
     for name in ("mfu_causal", "bound_ratio"):
@@ -576,7 +577,7 @@ def normal() -> str:
     return paragraph(
         f"In our {len(rows)} rows of one sequence that are compared with peers, of "
         f"{tokens_text(lengths[0])} to {tokens_text(lengths[-1])} tokens on H100s and H200s, MFU is "
-        f"{texts[0]}, and the percent of the bound {texts[1]}. Shorter steps are less efficient."
+        f"{texts[0]}, and the percent of kernel bound {texts[1]}. Shorter steps are less efficient."
     )
 
 

@@ -378,7 +378,7 @@ def test_bound_is_that_of_float8_products(monkeypatch):
     """The kernels that bound a step with float8 multiply its layers in float8, and its head in its
     own dtype.
 
-    Catches a percent of the bound above 100 %.
+    Catches a percent of kernel bound above 100 %.
     """
     calls = []
     monkeypatch.setattr(fp8, "product", lambda *args, **flags: calls.append(args))
