@@ -37,7 +37,7 @@ The sequence is cut into 2R parts. Ring rank r has an early one, number r, and a
 2R - 1 - r. So all ranks have the same work. In step 0 its queries attend to its own keys, with a
 causal mask (the *square*). In step s > 0 they attend to the keys of ring rank r - s (modulo R),
 without a mask (a *rectangle*): if s <= r, all queries attend to that rank's early part; if s > r,
-only the late queries attend, but to both of its parts. `Ring` has a table for R = 4.
+only this rank's late queries attend, to both parts of that rank. `Ring` has a table for R = 4.
 
 LoongTrain (arXiv 2406.18485) combines both: heads inside a node, context across nodes.
 
@@ -343,7 +343,9 @@ class Kernel:
                                             natural logarithm, float32 (float64 for q in float64)
         backward(do, q, k, v, o, lse, mask) -> dq, dk, dv
 
-    With documents, tensors are (B*T, heads, D) and lse is (H, B*T), as in FlashAttention.
+    With documents, tensors are (B*T, heads, D) and lse is (H, B*T), as in FlashAttention. For a
+    kernel that was not measured, the planner takes the rates of the nearest row of KERNELS that was
+    (costs.nearest_kernel).
     """
 
     forward: Callable

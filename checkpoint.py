@@ -1,9 +1,9 @@
 """Save the model states of a run, and read them under any sharding factors.
 
     OUT/step-00000100/               the checkpoint of one step
-        rank-00000-0.safetensors     what rank 0 saves: its parts of the states, as flat tensors. A
-        rank-00000-1.safetensors     file takes up to 4 GiB, and says where its parts belong
-        ...
+        rank-00000-0.safetensors     what rank 0 saves: its parts of the states, as flat tensors. Of
+        rank-00000-1.safetensors     the ranks that hold the same part, one saves it. A file takes
+        ...                          up to 4 GiB, and says where its parts belong
         meta.json                    written last: the step, the samples seen, the model, the flags
                                      and the data of the run; the size and the checksum of each
                                      file; and its own checksum

@@ -42,8 +42,10 @@ swap S_others.
     gradients           2 P / g bytes, bf16                                            6.28
     optimizer           12 P / os bytes: master weight and two moments in float32;    18.83
                         on the host 10 P / os (optim.py)
-    gathered weights    2 bytes x (matrices of 2 layers + embedding + head)            1.24
-    whole gradients     the same                                                       1.24
+    gathered weights    2 bytes x (matrices of 2 layers + embedding + head); 0 if      1.24
+                        p = 1
+    whole gradients     the same; 4 bytes for matrices of layers that run in           1.24
+                        several chunks, whose gradients add up in float32
     activations         14 x (S_input + S_attn) = 14.11, 13 x S_others = 60.94,       86.44
                         and two rounding buffers of all three = 2 x 5.70
                         (backward reads swapped layers from these buffers)
@@ -68,12 +70,15 @@ stage. The seconds are those of the last stage, which has the most layers, plus 
 
 Left out: ranks that wait for a slower one, the first step's compilation, reductions of a few
 numbers such as the loss (0.1 % of the shortest steps), the embedding's forward, the last norm, and
-waits for weights that the host is still updating. A pipeline is timed as if a micro-batch ran
-through all layers of a stage at once. Its activations are counted as if backward reached as many
-layers of every stage as of the last one, which is too many if the first layers are frozen.
+waits for weights that the host is still updating. Bytes of CUDA's context, of NCCL and of fragments
+between tensors are not counted either: the planner leaves 5 % of the GPU for them
+(planner.GPU_SHARE). A pipeline is timed as if a micro-batch ran through all layers of a stage at
+once. Its activations are counted as if backward reached as many layers of every stage as of the
+last one, which is too many if the first layers are frozen.
 
 If you change model.Block, its matrices and what it saves are counted without an edit here. Its
-element-wise kernels are rows of the tables above `layer_tensors`: add yours there.
+element-wise kernels are rows of the tables above `layer_tensors`: add yours there. The temporary
+tensors of its backward are rows of `product_backward_tensors` and `whole_layer_moments`.
 """
 
 import functools
@@ -634,10 +639,10 @@ def activation_gpu_bytes(plan: ActivationPlan, layer: LayerBytes) -> float:
     one that runs, and of the one before it, whose copies to the host may still run. (With a lag of
     more than two it holds more, but not more than backward needs: most_lag.) Their chunks are not
     counted here, because planner.plan_activations leaves room for them. Forward also needs less
-    working memory than backward, and the term `working` has what backward needs. So only an
-    ActivationPlan that plan_activations did not make, with few resident layers that keep few
-    chunks, may need more than is counted. In backward, the GPU holds the resident layers'
-    activations and what it recomputes for a group of m layers (group_bytes).
+    working memory than backward, and the term `working` has what backward needs. So this count may
+    be too low only for a plan made by hand, with few resident layers that keep few chunks. In
+    backward, the GPU holds the resident layers' activations and what it recomputes for a group of m
+    layers (group_bytes).
 
     Which group needs the most bytes? It is one of four. Go through the groups from the first to the
     last. The number of resident layers up to a group only grows. A group recomputes m - 1 inputs,
@@ -1730,8 +1735,8 @@ def exposed_seconds(est, plan, compute, traffic, last_matrix=math.inf):
         else:
             inside += seconds
 
-    # In backward, layers that run whole gather weights only one matrix ahead, and a gather waits
-    # for the reductions of gradients launched before it. So the reductions and half of the gathers
+    # In backward, layers that run whole gather weights only one matrix ahead, and a gather shares
+    # the network with the reductions launched before it. So the reductions and half of the gathers
     # can hide only under the last matrix of a layer, the first one that backward reaches
     slowdowns = est.profile.overlap["collectives"]
     slow_compute, slow_communication = slowdowns
@@ -1794,8 +1799,8 @@ def traffic_seconds(est, plan, forward, backward, last_matrix):
         "param_gather": hidden.param_gather,
         "param_broadcast": hidden.param_broadcast,
     }
-    # other passes begin with the weights of two layers still in their buffers. Vocabulary matrices
-    # have buffers of their own, so they are gathered only once per step
+    # other passes begin with the weights of two layers and of the vocabulary matrices in their
+    # buffers (the docstring of shard.py)
     gathers = {"param_gather": max(0, layers - 2) * UnitSeconds(*per_layer).param_gather}
     # after an earlier micro-batch comes another pass, so all of its gradients overlap
     early_backward = gathers | {

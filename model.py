@@ -16,9 +16,9 @@ A layer works on each token separately, except for attention. So it has three pa
     y       = block.post(x, o, positions)  output projection, norm, SwiGLU, residuals   per token
 
 To change a layer, edit class Block and no other, or add a subclass to ARCHITECTURES, as
-examples/gemma.py does. Chunks, swapping, recomputation and sharding follow. Predicted seconds,
-names in Hugging Face's files, and the plain model of the tests do not follow: a table in Block's
-docstring says where to change them. The docstring also says what a layer may do.
+examples/gemma.py does. Chunks, swapping, recomputation and sharding follow. Predicted seconds
+and temporary memory, names in Hugging Face's files, and the plain model of the tests do not follow:
+a table in Block's docstring says where to change them. The docstring also says what a layer may do.
 
 The model knows neither ranks nor streams. Other files act on it from outside, in these places:
 
@@ -87,7 +87,8 @@ offload.ChunkedLayers.start, and autograd sees each layer as one operator, ops.C
     backward   offload.ChunkedLayers.backward         load_group launches the next prefetch, and
                                                       waits for this layer's; pre runs again on
                                                       the chunks that were not saved
-                 attention.Attention.backward         first calls its argument make_dout, which
+                 attention.Attention.backward         launches the exchange of q, k, v and o, and
+                                                      calls its argument make_dout, which hides it:
                    offload.ChunkedLayers              runs post again on the chunks that were
                      .backward_post                   not saved, and returns o's gradient;
                                                       then dq, dk, dv
@@ -234,7 +235,9 @@ class Block(nn.Module):
                             REQUIRED_VALUES and         layer, so imports and exports are refused
                             export_config (only if you edit Block:
                             a row of ARCHITECTURES is refused)
-        costs.py (seconds)  the SwiGLU rows of the tables above layer_tensors, and gate_up's width
+        costs.py (seconds)  the SwiGLU rows of the tables above layer_tensors; there gate_up and
+                            dgate_up have 2F columns, which without gates are F
+        costs.py (bytes)    product_backward_tensors and whole_layer_moments: 2F is F without gates
         test_all.py         a row of ACTIVATIONS, by which PlainLayer computes the same
     """
 

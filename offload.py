@@ -29,9 +29,9 @@ host:
 Example (results/2026-11-4xh200): 7B, 256K tokens on four H200s. Each GPU has 64K tokens, in
 four chunks per layer. In a layer x takes 0.5 GiB per GPU, o and lse 0.5 GiB, S_others 4.7 GiB. The
 last 14 layers (k = 14) keep everything, 80 GiB. The first 18 layers swap everything (alpha = 1) to
-102.5 GiB of host memory. Nothing is recomputed. planner.py chooses these numbers, and passes them
-as an `ActivationPlan`. In the example of costs.py the host has a little less memory, so one chunk
-of a swapped layer and one of a resident layer are recomputed.
+102.5 GiB of host memory. Nothing is recomputed. planner.py chooses such a plan, and passes it as an
+`ActivationPlan`. (In the example of costs.py the host has a little less memory, and a layer has one
+chunk. So there one swapped layer and one resident layer recompute all of their S_others.)
 
 If even x and o of all layers do not fit on the GPU and the host, some are dropped, too:
 
@@ -42,15 +42,20 @@ If even x and o of all layers do not fit on the GPU and the host, some are dropp
 
 Copies to and from the host run on two streams of their own. What is copied to the host stays
 referenced on the GPU until compute has waited for the copy, so its memory is not reused too early.
-Compute waits for the copy of layer i when layer i + d begins. d is the *lag*. So in forward the GPU
-holds up to d swapped layers: the one that runs, and d - 1 whose copies may still run. The planner
-chooses the largest d for which these take no more memory than the resident layers take at the end
-of forward (costs.most_lag).
 
-A larger lag hides more copies, because each copy has the forward of d - 1 layers to finish in. The
-last swapped layers are copied while the first resident layers run. The least d is 2. (Memo has two
-buffers in forward, which is d = 2.) There must be at least d resident layers, so that all copies
-are done when forward ends.
+The lag d. When layer i + d begins, compute waits for the copies of layer i, and frees its tensors
+on the GPU. With d = 14, layer 20 waits for layer 6, whose copies had d - 1 layers to finish in: 7
+to 19. So a larger lag hides more copies. The least one is 2, which is Memo's: it has two buffers in
+forward. There are two limits:
+
+    memory    In forward the GPU holds up to d swapped layers: the one that runs, and d - 1 whose
+              copies may still run. The planner lets them take no more memory than the resident
+              layers take at the end of forward (costs.most_lag).
+    d <= k    The last swapped layer, n - k - 1, is waited for when layer n - k - 1 + d begins, so
+              this must be one of the n layers. Backward reads the host buffers without another
+              wait.
+
+The planner chooses the largest d within both. If layers drop x, or resident layers drop o, d is 2.
 
 Backward reads what was swapped from two *rounding buffers* on the GPU, each with room for one group
 of layers. Group g uses buffer g mod 2. (Memo uses these buffers in forward, too. Here forward
@@ -136,8 +141,8 @@ class ActivationPlan:
     kept_chunks: int = 0  # in all resident layers together. The last layer is filled first
     swapped_chunks: int = 0  # in all other layers together, spread evenly
     layers_recomputing_attention: int = 0  # X: the first X layers drop o and lse
-    stride: int = 1  # m: layers 0, m, 2m, ... keep x. If m > 1, no chunk is kept or swapped
-    lag: int = 2  # d: layer i begins when what layer i - d has swapped is on the host
+    stride: int = 1  # m: layers 0, m, 2m, ... save x. If m > 1, no chunk is kept or swapped
+    lag: int = 2  # d: before layer i, compute waits for the copies of layer i - d
 
     @property
     def swapped_layers(self) -> int:

@@ -21,9 +21,10 @@ Legend:
                  virtual stages
     chunk        tokens that a layer runs at once
     n, k         n layers that backward reaches. The last k are resident: they are not swapped
-    alpha        the fraction of tokens whose activations the other n - k layers swap
-    m            layers per group. Only the first layer of a group keeps its input x
+    alpha        the other n - k layers swap x and o, and this fraction of S_others (offload.py)
+    m            layers per group. Only the first layer of a group saves its input x
     X            layers that drop attention's output o, and run attention again in backward
+    d            lag: before layer i + d, compute waits for layer i's copies to the host
 
 The command prints, among other things (columns, rows and ends of lines are left out):
 
@@ -37,12 +38,12 @@ The command prints, among other things (columns, rows and ends of lines are left
     1      427.3        614   53.6%        132.7 GiB
 
 Why --batch 1 forces sp 4: the 4 GPUs form 4 / sp data-parallel groups, which share the sequences of
-a step equally. 4 or 2 groups cannot share one sequence, so sp 1 and 2 are illegal. With --batch 4
-all three are legal, and sp 4 still wins: it takes 1709 s per step, sp 2 1806 s and sp 1 2145 s. A
-GPU holds a quarter of a sequence with sp 4, but a half with sp 2 and all of it with sp 1. With sp 2
-and sp 1 it saves fewer activations per token: 2 layers in 3 drop their inputs and recompute them in
-backward. Some layers drop attention's output, too, and run attention twice: 6 of 32 layers with
-sp 2, and 30 with sp 1.
+a step equally. 4 or 2 groups cannot share one sequence, so sp 1 and 2 are illegal (batch_choices).
+With --batch 4 all three are legal, and sp 4 still wins: it takes 1709 s per step. The best plan of
+--sp 2 takes 1781 s, and that of --sp 1 2131 s. A GPU holds a quarter of a sequence with sp 4, but a
+half with sp 2 and all of it with sp 1. So it saves fewer activations per token: only 1 layer in 5
+(sp 2) or in 3 (sp 1) saves its input, and backward recomputes the other inputs. Some layers drop
+attention's output, too, and run attention twice: 4 of 32 layers with sp 2, and 29 with sp 1.
 
 How the search works. Each degree of freedom is a function that lists its legal values. The degrees
 in SHAPE give everything but the sharding of model states, and their combinations are *shapes*.
@@ -54,10 +55,12 @@ shape if a lower bound of its seconds says that it cannot win. There are two rou
     unusual shapes    all other values, if a bound says that they may be faster than the best plan
                       so far. Sizes of chunks are powers of two from 2K to 64K, or all tokens
 
-So hardly any flag set by hand finds a faster plan than the search without it. Two plans tie if
-their times differ by less than 0.2 %. Of plans that tie, `preference` takes the simpler one: a
-smaller tp, fewer stages, no host memory, a smaller sp, fewer shards. place_nodes orders the nodes
-of a cluster so that few bytes cross the spine of its switches (AMSP, section V-D).
+So hardly any flag set by hand finds a faster plan than the search without it. But of other values
+of a choice than the best one, the command prints only usual shapes: without --sp it says that sp 2
+takes 1806 s. Two plans tie if their times differ by less than 0.2 %. Of plans that tie,
+`preference` takes the simpler one: a smaller tp, fewer stages, no host memory, a smaller sp, fewer
+shards. place_nodes orders the nodes of a cluster so that few bytes cross the spine of its switches
+(AMSP, section V-D).
 
 With tensor parallelism tp and a pipeline of pp stages, the R = ranks / (tp pp) ranks with the same
 stage and tp rank share model states and sequences. All stages use one activation plan. It is made
@@ -352,11 +355,10 @@ class Constraints:
         None, "The most tokens that a layer runs at once. Chunks are equal. auto: the fastest by "
         "predicted time.", 1, 2**40)
     alpha: float | None = flag(
-        None, "Fraction of tokens whose activations a swapped layer swaps (Memo). auto: as "
-        "planned.", 0, 1)
+        None, "Fraction of the activations that a swapped layer swaps, besides its input and "
+        "attention's output (Memo). auto: as planned.", 0, 1)
     resident_layers: Count = flag(
-        None, "The last layers, whose inputs and attention outputs stay on the GPU. auto: as "
-        "planned.", 2)
+        None, "The last layers, which copy nothing to the host. auto: as planned.", 2)
     memplan: str = flag(
         "off", "on: plan the addresses of a step's tensors once. On one GPU that holds all model "
         "states and all activations, a step also becomes a CUDA graph. Python does not run in such "
@@ -766,7 +768,8 @@ REASONS["ring"] = "fastest; on a tie the smallest ring"
 
 
 def sequence_choices(c, plan, exhaustive=False):
-    """List the numbers sp of GPUs per sequence, and the ring factors of each.
+    """List the numbers sp of GPUs per sequence, and the ring factors of each. batch_choices leaves
+    out those whose data-parallel groups cannot share --batch equally.
 
     Usual is the smallest ring with which the GPUs that share heads, sp / ring, lie in one node, so
     that their all-to-alls stay inside it. With more than 64K tokens per GPU all rings are usual: if
@@ -1646,7 +1649,7 @@ def activations_in_words(plan):
     if kept.chunks > 1:
         text += f", chunks of {plan.chunk:,} tokens"
     if kept.stride > 1:
-        text += f", 1 in {kept.stride} layers keeps its input"
+        text += f", 1 in {kept.stride} layers saves its input"
     if kept.layers_recomputing_attention:
         text += f", {kept.layers_recomputing_attention} layers run attention twice"
     if kept.swapped_layers and kept.lag > 2:
@@ -1855,12 +1858,14 @@ def describe_choices(c, plans, best):
                 break
         rows.append([TITLES[name], text, why(c, best, name), next_best])
     lines = [table(["choice", "value", "why", "next best: time per token"], rows)]
-    if "resident" in choices(best)["activations"]:
+    activations = choices(best)["activations"]
+    if "resident" in activations:
         lines.append(
-            "Resident layers copy nothing to the host. The other layers swap their input and "
-            "attention's output, and a fraction alpha of their other activations. Lag d: a layer's "
-            "copies have the forward of the next d - 1 layers to finish in."
+            "Resident layers copy nothing to the host. The other layers swap what they save of "
+            "their inputs and attention outputs, and a fraction alpha of their other activations."
         )
+    if "lag" in activations:
+        lines.append("Lag d: a layer's copies have the forward of d - 1 layers to finish in.")
     return "\n".join(lines)
 
 

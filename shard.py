@@ -45,9 +45,9 @@ b, and updates b2, the third quarter of b. A matrix has S elements. There are tw
     next forward     all-gather {4,5}: S/2 -> S            the same
 
 Here g = os takes a quarter of the gradient memory that g = p takes. In return g = p communicates
-less: it runs the second reduce-scatter once per step, and g = os once per micro-batch. This table
-says what follows the reduce-scatter S -> S/p in general. At first, read only the row of intra, the
-default. Layout inter is for optimizers that update whole matrices.
+less: it runs the second reduce-scatter once per step, and g = os once per micro-batch. The next
+table says, for any legal factors, what follows the reduce-scatter S -> S/p. At first, read only the
+row of intra, the default. Layout inter is for optimizers that update whole matrices.
 
     layout   g = p: once per step, in reduce_unit    g = os: per micro-batch, in scatter_grad
     intra    reduce-scatter in the subgroup, then    reduce-scatter in the subgroup; then, once per
@@ -64,8 +64,8 @@ it. "(on X)" means that stream X waits instead:
 
     stream           launched in          hidden under                   waited for in
     param_gather     launch_param_gather  the layer before; in backward  unshard
-                                          without gather_layers, only
-                                          the matrix before
+                                          of layers that run whole, the
+                                          matrix before
     grad_scatter     scatter_grad         the backward of the layers     add_grad, before it fills
                                           that follow                    the buffer again;
                                                                          reduce_unit (on
@@ -79,6 +79,20 @@ it. "(on X)" means that stream X waits instead:
                      are on the host                                     param_broadcast)
     stream_in, _out  HostStates           the updates of other pieces    HostStates
                      .stream_through      of the states                  .stream_through
+
+When is a weight gathered, if p > 1? Here are four layers that run in token chunks, in the first
+micro-batch of a step. A gather is launched when the layer above it begins:
+
+    forward    compute       | embedding    | layer 0 | layer 1 | layer 2 | layer 3 | head |
+               param_gather  | embedding, 0 | 1       | 2       | 3       | head    |      |
+    backward   compute       | layer 3      | layer 2 | layer 1 | layer 0 |
+               param_gather  |              | 1       | 0       |         |
+
+Nothing hides the gathers of the embedding and of layer 0. Each matrix of a layer has two buffers
+for gathered weights, which even and odd layers use in turn. So backward still finds layers 3 and 2
+in them, and the next micro-batch finds layers 0 and 1. Embedding and head have buffers of their
+own, and are gathered once per step. If layers run whole (gather_layers is False), backward gathers
+only one matrix ahead. If p = 1, nothing is gathered, and unshard waits for param_broadcast.
 
 A stream that does not overlap (--overlap leaves it out, or on a CPU) is the compute stream itself.
 Small weights (Vector: norms and biases) are not sharded. Their gradients, the gradient's norm and
@@ -216,7 +230,8 @@ def illegal(f: Factors, ranks: int, per_node: int) -> str | None:
     IV).
 
     To add a rule, add an `if` here: the planner, the error messages and legal_factors all use this
-    function. Relaxing a rule takes more than deleting an `if`. To allow a g between p and os:
+    function. Relaxing a rule takes more than deleting an `if`. AMSP has only g = p and g = os. To
+    allow a g between them:
 
         make_groups               two groups in place of the subgroup. Per micro-batch, ranks that
                                   are os/g steps apart in the subgroup scatter (S/p,) -> (S/g,).
@@ -280,8 +295,8 @@ class ShardedParam:
 
     # parameters. A frozen matrix has only these two; its other tensors below are empty, (0,)
     param_shard: Tensor  # (S/p,): has the new parameters once `broadcast_done` is reached
-    # (S,): valid once its `event` is reached. The pass gathers a parameter of the layer after the
-    # next one into the same buffer (not for embedding and head). If p = 1, it is param_shard
+    # (S,): valid once its `event` is reached. In forward layer i + 2 uses the same buffer, and in
+    # backward layer i - 2 (not for embedding and head). If p = 1, it is param_shard
     unsharded_param: Buffer
 
     # gradients

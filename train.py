@@ -29,9 +29,9 @@ For example, `python train.py --device cpu --seq 64 --batch 4 --steps 4` prints 
 
 On a GPU `print_plan` also prints why the planner chose this plan. The lines of the model and of the
 steps count FLOPs in two ways: "causal" counts the half of attention's query-key pairs that a causal
-mask keeps, "full" counts all pairs. A step's line has its mean loss, the gradient's global norm before clipping, the learning rate, the
-tokens per GPU per second (TGS), the seconds of the step, and the time left. OUT/log.jsonl has the
-same numbers and more, one row per step.
+mask keeps, "full" counts all pairs. A step's line has its mean loss, the gradient's global norm
+before clipping, the learning rate, the tokens per GPU per second (TGS), the seconds of the step,
+and the time left. OUT/log.jsonl has the same numbers and more, one row per step.
 
 SIGTERM, SIGINT, SIGHUP, SIGUSR1 or SIGUSR2 lets the run finish its step and save (checkpoint.py),
 and so does --stop-after when the time is nearly over. An evaluation is broken off. A run that has
@@ -1303,18 +1303,23 @@ def run_step(
     shard.STREAMS.
 
         call               computes                       overlaps with
+        begin_step         nothing: forgets the           -
+                           gradients of the last step
         forward_backward   forward of a micro-batch       param_gather, copies to the host,
                                                           all-to-alls, rings; in the first one also
-                                                          what the last update launched
+                                                          param_broadcast and host_update of the
+                                                          last update
                            its backward                   param_gather, grad_scatter, prefetches
                                                           from the host, all-to-alls, rings; in the
                                                           last one also grad_reduce
         finish_gradients   sums the gradients of          -
                            vectors; waits for
                            grad_scatter, grad_reduce
-        update             global norm, clipping, the     param_broadcast of updated parameters,
-                           optimizer on this rank's       which goes on during the next forward
-                           shards, unit by unit
+        all_reduce         the loss, over all ranks       -
+        update             global norm (an all-reduce),   -
+                           clipping, vectors;
+                           the optimizer on this rank's   param_broadcast of updated parameters,
+                           shards, unit by unit           which goes on during the next forward
 
     forward_backward does this for each micro-batch; with a pipeline, in the order of
     pipeline.pipeline_order. Before each use of a Matrix, its unshard waits for param_gather. In
