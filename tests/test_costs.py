@@ -16,6 +16,7 @@ import hardware
 import model as m
 import offload
 import ops
+import optim
 import pipeline
 import planner
 import shard
@@ -47,6 +48,56 @@ def test_factors():
         plan = replace(SMALL_PLAN, factors=shard.Factors(2, 4, 8), batch=batch, grad_sums=grad_sums)
         need = [plan.params, gradients * plan.params, 1.5 * plan.params]
         assert [*costs.state_bytes(plan).values()] == need
+
+
+@parametrize(
+    "factors, layout, place, optimizer",
+    [
+        ((1, 1, 1), "intra", "gpu", "adamw"),
+        ((1, 1, 4), "intra", "host", "adamw"),
+        ((2, 2, 8), "intra", "gpu", "adamw-bf16"),
+        ((2, 8, 8), "intra", "host", "adamw-bf16"),
+        ((2, 8, 8), "inter", "gpu", "adamw"),
+        ((2, 2, 8), "inter", "host", "adamw"),
+        ((1, 8, 8), "inter", "host", "muon"),  # its pieces are whole matrices
+    ],
+)
+def test_bytes_of_states_are_what_shard_allocates(factors, layout, place, optimizer, monkeypatch):
+    """Rank 0 of 8 allocates the bytes of model states that are predicted, on the GPU and on the
+    host, and the buffers through which states stream from the host. In layout inter, rank 0 owns
+    the largest matrix, which is larger than the mean of all owners.
+
+    Catches bytes of a dtype, of an owner or of a buffer that are not counted.
+    """
+    for module in (costs, optim):
+        monkeypatch.setattr(module, "PIECE_ELEMENTS", 1000)
+    cfg = m.ModelConfig(128, 64, 1, 4, 2, 128, 16)  # matrices are multiples of 8 * 128 elements
+    plan = costs.Plan(
+        cfg,
+        torch.bfloat16,
+        8,
+        8,
+        64,
+        batch=8,
+        factors=shard.Factors(*factors),
+        os_layout=layout,
+        os_place=place,
+        optimizer=optimizer,
+    )
+    dist.init_process_group("fake", rank=0, world_size=8, store=FakeStore())
+    _, states, _ = built(planned_run(plan))
+    gpu, host = costs.memory_of_states(plan)
+    for kind, size in states.bytes().items():
+        assert size == (gpu | host)[kind], kind
+    assert ("optimizer" in host) == (place == "host")
+
+    buffers = []
+    if states.host_states:
+        for _ in range(optim.PIECE_BUFFERS):
+            buffers += next(states.host_states.buffers).data
+        if states.host_states.master is not None:
+            buffers.append(states.host_states.master)
+    assert sum(buffer.nbytes for buffer in buffers) == gpu.get("streamed states", 0)
 
 
 def seconds(profile: hardware.Profile, **choices) -> float:
@@ -304,8 +355,8 @@ def test_predictions_and_rings_are_what_shard_launches(factors, layout, several,
         batch=2 * several,
         head_groups=2,
         recompute=recompute,
-        activations=offload.ActivationPlan(5, 1, 5) if recompute == "auto" else None,
-        chunk=32,
+        activations=offload.ActivationPlan(5, 2, 5) if recompute == "auto" else None,
+        chunk=16,
         factors=f,
         os_layout=layout,
     )
@@ -415,6 +466,28 @@ def test_bytes_of_stages_are_those_in_flight(v, most):
     ]
     of_layer = 2**13 * (2 * (6 * 4096 + 2 * 11008) + 4 * (32 + 2))  # C, F and H of 7b, two norms
     assert kept[1] == kept[2] == most * of_layer >= kept[0]
+    # a message is x of the stage's tokens. One is sent and one arrives, forward and back
+    messages = planner.with_bytes(replace(plan, batch=64)).memory["messages"]
+    assert messages == 4 * 2**13 * 4096 * 2
+    # if layers swap, each micro-batch in flight has host buffers of its own
+    layers = 4 // v  # per pass; one of them swaps
+    passes = most // layers
+    swapping = offload.ActivationPlan(layers, 1, layers - 1, 0, 1)
+    chosen = replace(plan, batch=64, recompute="auto", activations=swapping)
+    swapped = sum(costs.skeletal_bytes(chosen))
+    assert planner.with_bytes(chosen).host["activations"] == approx(passes * swapped)
+
+
+def test_bytes_of_an_activation_plan_are_counted_by_hand():
+    """x takes 1 byte, o 10 bytes, and a chunk of S_others 100 bytes. Four layers swap five chunks,
+    so one of them swaps both of its chunks, and a rounding buffer has room for this layer. Catches
+    a buffer or a chunk that is not counted."""
+    plan = offload.ActivationPlan(6, 2, 2, kept_chunks=1, swapped_chunks=5)
+    layer = (1, 10, 200)
+    resident = 2 * 11 + 100
+    rounding_buffers = 2 * (11 + 200)
+    assert costs.activation_gpu_bytes(plan, layer) == resident + rounding_buffers
+    assert costs.activation_host_bytes(plan, layer) == 4 * 11 + 5 * 100
 
 
 @parametrize(
@@ -489,7 +562,7 @@ def test_predictions_are_what_was_measured():
     # counted a little high; and layers that run whole in all of a GPU's memory, 6 and 11 % slower
     # than predicted for a reason that is not known
     apart = {2**20: (0.94, 1.02), 2**19: (0.97, 1.015), 2**17: (0.88, 1.01)}
-    found = [r for r in rows if r["gpus"] == 4 and r["seq"] in apart]
+    found = [r for r in rows if (r["gpu"], r["gpus"]) == ("H200", 4) and r["seq"] in apart]
     assert len(found) == 4
     for r in found:
         least_s, most_gib = apart[r["seq"]]
@@ -498,12 +571,12 @@ def test_predictions_are_what_was_measured():
         rows.remove(r)
     # a row on two H200s whose layers swap all of their activations is slower than predicted, for a
     # reason that is not known
-    (r,) = [r for r in rows if r["label"] == "ours" and r["alpha"] == 1]
+    (r,) = [r for r in rows if (r["label"], r["gpus"], r["alpha"]) == ("ours", 2, 1)]
     assert 0.9 < r["now_s"] / r["step_s"] < 0.92
     rows.remove(r)
     # where a layer's tokens are one long chunk, bytes are counted a little high
     for r in rows:
-        most_gib = 1.032 if r["chunk"] >= 2**16 and r["gpus"] == 1 else 1.01
+        most_gib = 1.032 if r["chunk"] >= 2**16 else 1.01
         assert 0.99 < r["now_gib"] / r["gpu_gib"] < most_gib, r["label"]
     known = [r for r in rows if r["kind"] != report.pictures.ELSEWHERE]
     unknown = [r for r in rows if r not in known]

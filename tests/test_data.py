@@ -363,10 +363,10 @@ def test_data_goes_on_where_it_was_left(tmp_path):
     """
     flags = f"--out {tmp_path} --steps"
     main(f"{flags} 2 --dtype fp64 --lr 0 --document-token 32 --batch 4")
-    for more in ("3", "4 --batch 2"):
+    for more in ("3", "4 --batch 5"):
         train.main(f"--device cpu --resume {flags} {more}".split())
     sequences, _ = data.split(data.open_corpus(train.Config.data)[0], None, 32, 0)
-    ends = (0, 4, 8, 12, 14)
+    ends = (0, 4, 8, 12, 17)
     for row, first, end in zip(read_log(tmp_path), ends[:-1], ends[1:], strict=True):
         windows = [sequences.sample(i) for i in range(first, end)]
         assert row["loss"] == approx(bare_loss(windows, 32), rel=1e-11)
@@ -555,6 +555,17 @@ def test_data_masks_of_several_labels(tmp_path, monkeypatch, group):
         wanted = np.where(counts, tokens, m.IGNORE)
         assert labels[i, :, 0].tolist() == wanted[1:9].tolist()
         assert labels[i, :, 1].tolist() == wanted[2:10].tolist()
+
+
+def test_data_of_no_labels_have_a_finite_loss(tmp_path, group):
+    """A batch in which no label counts has a loss of 0. Catches a division by the number of labels,
+    which makes the loss NaN and skips the step."""
+    path = write_ids(tmp_path / "ids.bin", np.full(200, 7), mask=np.zeros(200))
+    sequences, _ = data.split(data.open_corpus(str(path))[0], None, 8, 0)
+    plan = costs.Plan(m.MODELS["tiny"], torch.float32, 1, 1, 8, batch=2)
+    run = train.Run(train.Config(), 0, torch.device("cpu"), "cpu", plan, training=sequences)
+    batch = train.load_batch(replace(run, cfg=replace(run.cfg, document_token=-1)), 0)
+    assert (batch.labels == m.IGNORE).all() and batch.scale == 1
 
 
 def test_data_many_documents_are_fast(tmp_path, group):
@@ -1168,15 +1179,22 @@ def test_data_mixtures_round_to_thousandths(tmp_path):
 
 
 def test_data_mixtures_validate_in_proportion(tmp_path):
-    """An evaluation has each source's held-out windows in proportion. Catches an evaluation of the
-    first source only."""
-    paths = [write_ids(tmp_path / f"{k}.bin", np.full(4000, k)) for k in range(2)]
-    pairs = [data.split(data.open_corpus(str(path))[0], None, 8, 0) for path in paths]
+    """An evaluation has each source's held-out windows in proportion and in their order, and a
+    source whose windows are used up begins again. Catches an evaluation of the first source only,
+    and one that draws windows of a source which it trains on."""
+    sizes = 4000, 1600
+    pairs = []
+    for k, size in enumerate(sizes):
+        path = write_ids(tmp_path / f"{k}.bin", 5000 * k + np.arange(size))
+        pairs.append(data.split(data.open_corpus(str(path))[0], None, 8, 0))
     validation = data.Mixture(tuple(val for _, val in pairs), (750, 250))
-    assert [val.count for _, val in pairs] == [24, 24] and validation.count == 96
-    tokens = [int(validation.window(i).tokens[0]) for i in range(64)]
-    assert tokens.count(1) == 16
-    assert validation.window(0).tokens.tolist() == pairs[0][1].window(0).tokens.tolist()
+    assert [val.count for _, val in pairs] == [24, 9] and validation.count == 36
+    windows = [validation.window(i).tokens.tolist() for i in range(64)]
+    of_second = [window for window in windows if window[0] >= 5000]
+    of_first = [window for window in windows if window[0] < 5000]
+    assert len(of_second) == 16
+    for (_, val), found in zip(pairs, (of_first, of_second)):
+        assert found == [val.window(n % val.count).tokens.tolist() for n in range(len(found))]
 
 
 def test_data_mixtures_have_one_tokenizer(tmp_path):

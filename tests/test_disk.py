@@ -8,19 +8,23 @@ import resource
 import shutil
 import signal
 import time
+from collections import Counter
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from pytest import raises
 from safetensors.torch import load_file
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import checkpoint
+import model as m
 import ops
 import shard
 import train
 from helpers import edit_meta, fail_disk_full, on_file_event, saved_steps, uninterrupted_losses
 from test_all import (
+    SMALL,
     SpoilingStream,
     losses,
     main,
@@ -254,6 +258,74 @@ def test_saving_beside_steps_saves_the_same(tmp_path, capsys, monkeypatch):
         assert a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
     text = capsys.readouterr().out
     assert text.index("step 3/6") < text.index(f"saved {tmp_path}")
+
+
+def test_copies_for_a_save_say_where_they_belong(tmp_path, monkeypatch):
+    """With --save-async, the copies that a rank writes have the positions of the states that they
+    were copied from. Catches a checkpoint of several shards that no run can read."""
+    dist.init_process_group("fake", rank=1, world_size=4, store=FakeStore())
+    with torch.device("meta"):
+        model = m.LLaMA(SMALL)
+    factors = shard.Factors(1, 4, 4)
+    states = shard.States(model, torch.device("cpu"), torch.bfloat16, factors=factors)
+    written = {}
+    monkeypatch.setattr(checkpoint, "write_states", lambda folder, parts: written.update(parts))
+    saver = checkpoint.Saver(tmp_path, 2, states, room=1e9)
+    saver.begin({"step": 1})
+    saver.job.result()
+
+    def positions(parts: dict) -> dict[str, str]:
+        return {key: checkpoint.position_text(part) for key, part in parts.items()}
+
+    expected = {key: part for key, part in states.parts.items() if part.saved_here}
+    assert any(part.start > 0 for part in expected.values())
+    assert positions(written) == positions(expected)
+
+
+class FrozenLayer(m.LLaMA):
+    """A model whose second layer is frozen: its weights are saved as they are."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        for module in self.blocks[1].modules():
+            if isinstance(module, ops.Weight):
+                module.frozen = True
+
+
+@parametrize(
+    "factors, layout",
+    [((1, 1, 1), "intra"), ((2, 2, 2), "intra"), ((1, 2, 2), "inter"), ((1, 4, 4), "intra")],
+)
+def test_ranks_share_the_work_of_a_save(factors, layout):
+    """Of four ranks, one saves each element of a state, and each rank saves some matrices.
+
+    Catches an element that two ranks save, or none, and a rank that saves what its replicas could
+    save meanwhile.
+    """
+    saved = []  # by rank: the parts that it saves
+    for rank in range(4):
+        dist.init_process_group("fake", rank=rank, world_size=4, store=FakeStore())
+        with torch.device("meta"):
+            model = FrozenLayer(SMALL)
+        device = torch.device("cpu")
+        states = shard.States(
+            model, device, torch.float32, factors=shard.Factors(*factors), layout=layout
+        )
+        saved.append({key: part for key, part in states.parts.items() if part.saved_here})
+        dist.destroy_process_group()
+
+    elements = Counter()
+    for key, part in [item for of_rank in saved for item in of_rank.items()]:
+        elements.update((key, i) for i in range(part.start, part.start + part.count))
+    assert set(elements.values()) == {1}
+    for name, shape in states.shapes.items():
+        kinds = ["frozen"] if name.startswith("blocks.1.") else ["master", "exp_avg", "exp_avg_sq"]
+        for kind in kinds:
+            count = sum(key == f"{kind}.{name}" for key, _ in elements)
+            assert count == math.prod(shape), (kind, name)
+    for of_rank in saved:
+        matrices = {key.partition(".")[0] for key, part in of_rank.items() if len(part.shape) > 1}
+        assert matrices == {"frozen", "master", "exp_avg", "exp_avg_sq"}
 
 
 def test_saving_that_cannot_begin_moves_nothing(tmp_path):

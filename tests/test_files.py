@@ -26,6 +26,7 @@ import checkpoint
 import data
 import hf
 import memplan
+import shard
 from helpers import hf_model, make_tokenizer
 from ops import TensorSlice
 from ranks import ConfigError
@@ -376,6 +377,57 @@ def test_parts_cover_every_element_once(parts, says, tmp_path):
     saved = write(tmp_path / "o", [{"x": (v, start, (6, 4), cut)} for v, start, cut in parts])
     with raises(ValueError, match=says):
         checkpoint.open_parts(saved)
+
+
+def test_tensors_are_packed_into_files_up_to_a_size(monkeypatch):
+    """Tensors fill a file in order, until the next one would exceed FILE_BYTES. A tensor that is
+    larger has a file of its own. Catches a file that grows with the number of tensors."""
+    monkeypatch.setattr(checkpoint, "FILE_BYTES", 10)
+    sizes = {"a": 4, "b": 4, "c": 4, "d": 12, "e": 3, "f": 3, "g": 4, "h": 1}
+    assert checkpoint.pack(sizes) == [["a", "b"], ["c"], ["d"], ["e", "f", "g"], ["h"]]
+    assert checkpoint.pack({}) == []
+
+
+@parametrize("index", [0, 5, 11])
+@parametrize("on_host", [False, True])
+def test_values_that_are_not_finite_are_refused_wherever_they_are(
+    on_host, index, tmp_path, monkeypatch
+):
+    """A state with one value that is not finite is refused, also if it is joined in pieces from the
+    two halves that the host and the GPU store. Catches a check that sees only some pieces."""
+    monkeypatch.setattr(shard, "SMALL_PIECE_ELEMENTS", 5)
+    values = FLAT[:12].clone()
+    values[index] = torch.inf
+    saved = write(tmp_path / "o", [{"x": (values, 0, (12,), None)}])
+    part = StatePart(torch.zeros(12), 0, (12,), True)
+    if on_host:
+        weight = torch.zeros(12, dtype=torch.bfloat16)
+        part = StatePart(torch.zeros(12, dtype=torch.int16), 0, (12,), True, weight=weight)
+    with raises(ValueError, match="x has values that are not finite"):
+        checkpoint.read_states(saved, {"x": part})
+
+
+@parametrize("world", [1, 2, 3, 4])
+def test_each_file_is_checked_by_one_rank(world, tmp_path):
+    """Whatever the number of ranks, one of them compares the checksum of a file that is damaged.
+
+    Catches files that nobody compares if a run resumes on fewer ranks than have saved them.
+    """
+    parts = [{"x": (FLAT[first : first + 8], first, (6, 4), None)} for first in (0, 8, 16)]
+    saved = write(tmp_path / "o", parts)
+    for name in saved.meta["files"]:
+        path = saved.folder / name
+        content = path.read_bytes()
+        path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+        found = []
+        for rank in range(world):
+            try:
+                checkpoint.check_files(saved, rank, world)
+            except ValueError as e:
+                found.append(str(e))
+        path.write_bytes(content)
+        assert len(found) == 1 and f"{name} is not what was written" in found[0]
+        checkpoint.check_files(saved)
 
 
 def test_parts_of_any_cut_are_read_by_any_other(tmp_path):

@@ -623,3 +623,68 @@ def test_forgotten_activations_are_freed(group):
         gc.collect()
         assert all(ref() is None for ref in made)
         made.clear()
+
+
+@parametrize("lag", [2, 3])
+def test_lag_is_how_many_swapped_layers_are_on_the_gpu(lag, group):
+    """When layer i ends, the GPU has the activations of the swapped layers i - lag + 1 to i, and of
+    no earlier one, because compute has waited for the copies of layers up to i - lag only.
+
+    Catches a layer that is freed too late, which takes memory that nobody counts, and a wait that
+    comes too soon, so that nothing hides the copy.
+    """
+    model = seeded_model(replace(SMALL, layers=7), attention.Attention("cpu"))
+    plan = offload.ActivationPlan(7, 2, 3, 1, 5, lag=lag)
+    layers = offload.ChunkedLayers(model, (2, 20), plan, 20, torch.device("cpu"), torch.float64)
+    on_gpu, forward = [], layers.forward
+
+    def note_layers(batch, i, x):
+        y = forward(batch, i, x)
+        swapped = [batch.saved[j] for j in range(min(i + 1, plan.swapped_layers))]
+        on_gpu.append([j for j, s in enumerate(swapped) if s.tensors is not s.on_host])
+        return y
+
+    layers.forward = note_layers
+    model(*example(seq=20)).backward()
+    swapped = range(plan.swapped_layers)
+    assert on_gpu == [[j for j in swapped if i - lag < j <= i] for i in range(plan.layers)]
+
+
+def test_prefetches_are_launched_a_layer_ahead(group):
+    """The backward of layer i launches the prefetch of layer i - 1. The last two swapped layers are
+    prefetched when backward begins. Catches a prefetch that is launched when its layer needs it, so
+    that nothing hides it."""
+    model = seeded_model(replace(SMALL, layers=7), attention.Attention("cpu"))
+    plan = offload.ActivationPlan(7, 2, 3, 1, 5, lag=3)
+    layers = offload.ChunkedLayers(model, (2, 20), plan, 20, torch.device("cpu"), torch.float64)
+    launched, backward = {}, layers.backward
+
+    def note_prefetches(batch, i, dy):
+        dx = backward(batch, i, dy)
+        launched[i] = sorted(batch.prefetch_done)
+        return dx
+
+    layers.backward = note_prefetches
+    model(*example(seq=20)).backward()
+    assert launched == {i: [j for j in range(4) if j >= min(i, 3) - 1] for i in range(7)}
+
+
+@parametrize(
+    "kept, choices, reason",
+    [
+        ((3, 2, 3), {}, "backward reaches 4 layers, but the plan is for 3"),
+        ((4, 3, 4), {}, "40 tokens make 2 chunks of 20, but the plan has 3"),
+        ((4, 2, 2), {"lag": 1}, "a copy needs at least one layer's forward"),
+        ((4, 2, 2), {"lag": 3}, "the last 3 layers must be resident"),
+        ((4, 2, 3), {"stride": 2}, "must be whole groups of 2"),
+        ((4, 2, 2, 1), {"stride": 2}, "none is kept or swapped"),
+        ((4, 2, 2, 0, 1), {"stride": 2}, "none is kept or swapped"),
+    ],
+)
+def test_activation_plans_that_cannot_run_are_refused(kept, choices, reason, group):
+    """A plan that is for other layers or chunks, or that its buffers and waits do not allow, is
+    refused. Catches a copy that is still running when backward overwrites or reads its memory."""
+    model = seeded_model(replace(SMALL, layers=4), attention.Attention("cpu"))
+    plan = offload.ActivationPlan(*kept, **choices)
+    with raises(AssertionError, match=reason):
+        offload.ChunkedLayers(model, (2, 20), plan, 20, torch.device("cpu"), torch.float64)

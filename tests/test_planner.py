@@ -107,8 +107,8 @@ def test_planner_says_what_a_graph_gives():
         # the nearest number of chunks over all layers, also where all tokens could run at once
         (
             {},
-            "--ranks 1 --per-node 1 --seq 16K --chunk 2K --alpha 0.127 --resident-layers 2",
-            "chunk=2048 resident=2 swapped_chunks=30",
+            "--ranks 1 --per-node 1 --seq 16K --chunk 2K --alpha 0.129 --resident-layers 2",
+            "chunk=2048 resident=2 swapped_chunks=31",
         ),
         (
             {},
@@ -572,6 +572,33 @@ def test_activation_plans_with_memos_restrictions_are_memos_rule(host, layer_s):
         assert plan.alpha == approx(alpha, abs=1 / 1024)
 
 
+@parametrize(
+    "layers, resident, swapped_chunks",
+    [
+        (8, 3, 13),  # the plan itself
+        (7, 3, 10),  # 4 of 5 layers are swapped: 4/5 of 13 chunks are 10.4
+        (4, 3, 2),
+        (3, 3, 0),  # only resident layers are left
+        (2, 2, 0),
+    ],
+)
+def test_virtual_stages_with_fewer_layers_swap_the_same_fraction(layers, resident, swapped_chunks):
+    """A virtual stage with fewer layers than the plan has fewer swapped layers. It swaps the same
+    fraction of their chunks, rounded down, and keeps as many chunks. With m = 2 the swapped layers
+    stay whole groups.
+
+    Catches a stage that needs more host memory than is counted, or that recomputes for nothing.
+    """
+    plan = offload.ActivationPlan(8, 4, 3, 5, 13, lag=3)
+    expected = replace(plan, layers=layers, resident=resident, swapped_chunks=swapped_chunks)
+    assert plan.for_virtual_stage(layers) == expected
+
+    groups = offload.ActivationPlan(8, 4, 2, stride=2)
+    swapped_layers = max(0, layers - 2) // 2 * 2
+    expected = replace(groups, layers=layers, resident=layers - swapped_layers)
+    assert groups.for_virtual_stage(layers) == expected
+
+
 def simulated_waits(sizes: list[float], layers: int, lag: int, forward: float) -> float:
     """Return how long a forward waits for copies: the first len(sizes) of `layers` layers swap.
 
@@ -616,6 +643,98 @@ def test_waits_for_copies_are_those_of_a_simulation():
         assert (found > 1e-9) == (exact > 1e-9)
         hidden += found == 0 and num_chunks > 0
     assert hidden > 300
+
+
+def simulated_prefetch_waits(seconds: float, swapped: int, layers: int, backward: float) -> float:
+    """Return how long a backward waits for prefetches: the first `swapped` of `layers` layers swap.
+
+    seconds: of each layer's prefetch. A layer's prefetch begins with the backward of the layer
+    after it, or with the whole backward if it is one of the last two.
+    """
+    now = link_free = 0.0
+    done = {}  # when the prefetch of each layer is done
+    for i in reversed(range(layers)):
+        is_first = i == layers - 1
+        for j in (swapped - 1, swapped - 2) if is_first else (i - 1,):
+            if 0 <= j < swapped and j not in done:
+                link_free = max(link_free, now) + seconds
+                done[j] = link_free
+        now = max(now, done.get(i, 0.0)) + backward
+    return now - layers * backward
+
+
+def test_waits_for_prefetches_are_those_of_a_simulation():
+    """costs.copy_waits has the waits of a simulated backward, if all layers swap equally much, and
+    the resident layers' backward hides two prefetches. Catches a prefetch that is predicted to be
+    hidden by more than one layer's backward."""
+    rng = np.random.default_rng(0)
+    waiting = 0
+    for _ in range(1000):
+        n, swapped = int(rng.integers(3, 20)), int(rng.integers(1, 12))
+        resident = max(2, n - swapped)
+        plan = offload.ActivationPlan(resident + swapped, 2, resident, 0, swapped)
+        x, attn, others = layer = tuple(rng.uniform(0.01, 0.5, 3))
+        seconds = x + attn + others / 2
+        # each layer swaps one of its two chunks. Forward takes so long that no layer waits there
+        backward = rng.uniform(0.4, 1.6) * seconds * max(1, 2.5 / resident)
+        s = SimpleNamespace(forward=1e9, backward=backward)
+        found = costs.copy_waits(plan, layer, s, 1.0, 0.0)
+        exact = simulated_prefetch_waits(seconds, swapped, plan.layers, backward)
+        if resident * backward >= 2 * seconds:
+            assert found == approx(exact, abs=1e-9), plan
+            waiting += exact > 1e-9
+    assert waiting > 100
+
+
+def bytes_in_forward(plan: offload.ActivationPlan, layer: tuple, lag: int) -> list[float]:
+    """Return the bytes of activations on the GPU as each layer of a forward ends. layer: the bytes
+    of x, of o and of S_others of a layer."""
+    x, attn, others = layer
+    sizes = [
+        x
+        + attn * (i >= plan.layers_recomputing_attention)
+        + plan.num_saved_chunks(i) * others / plan.chunks
+        for i in range(plan.layers)
+    ]
+    return [
+        sum(sizes[j] for j in range(i + 1) if j > i - lag or j >= plan.swapped_layers)
+        for i in range(plan.layers)
+    ]
+
+
+def test_lag_is_the_largest_that_needs_no_memory():
+    """With the lag of costs.most_lag no moment of a forward needs more memory than its end. If all
+    layers swap equally much, a lag of one more would.
+
+    Catches a lag whose layers do not fit when they are copied, and one that leaves copies less time
+    than there is memory for.
+    """
+    rng = np.random.default_rng(0)
+    larger = exact = 0
+    for _ in range(3000):
+        n, chunks = int(rng.integers(4, 16)), int(rng.integers(1, 5))
+        resident = int(rng.integers(2, n))
+        swapped = n - resident
+        plan = offload.ActivationPlan(
+            n,
+            chunks,
+            resident,
+            kept_chunks=int(rng.integers(0, chunks * resident + 1)),
+            swapped_chunks=int(rng.integers(0, chunks * swapped + 1)),
+            layers_recomputing_attention=int(rng.integers(0, swapped + 1)) * int(rng.integers(2)),
+        )
+        layer = tuple(rng.uniform(0.1, 2, 3))
+        lag = int(costs.most_lag(plan, layer))
+        assert 2 <= lag <= resident
+        *_, at_the_end = bytes_in_forward(plan, layer, lag)
+        if lag > 2:
+            assert max(bytes_in_forward(plan, layer, lag)) <= at_the_end * (1 + 1e-9), plan
+            larger += 1
+        equal = plan.swapped_chunks % swapped == 0 and plan.layers_recomputing_attention == 0
+        if equal and lag < min(resident, swapped):
+            assert max(bytes_in_forward(plan, layer, lag + 1)) > at_the_end, plan
+            exact += 1
+    assert larger > 1000 and exact > 40
 
 
 # ---------------------------------------------------------------------------- the program

@@ -212,6 +212,7 @@ def test_schedules_at_their_edges():
     assert wsd[8:10] == approx([1 - 0.8 * math.sqrt(1 / 3), 1 - 0.8 * math.sqrt(2 / 3)])
     assert wsd[10:] == approx(3 * [0.2])
     assert rates_of(10, schedule="wsd", decay_steps=0.3, **flags) == wsd
+    assert train.decay_length(0.29, 100) == 29  # although 0.29 * 100 is 28.999999999999996
     assert rates_of(20, schedule="wsd") == rates_of(20, schedule="wsd", decay_steps=4.0)
     assert rates_of(10, schedule="wsd", decay_steps=1e-9)[8:11] == [1.0, 1.0, 0.1]
     assert rates_of(10, schedule="wsd", warmup=9, decay_steps=1.0)[7:11] == [8 / 9, 1.0, 1.0, 0.1]
