@@ -114,9 +114,9 @@ from ops import (
     _ChunkInputs,
     accumulation_dtype,
     deferred_weight_grads,
+    find_unread_product,
     recomputation,
     run_detached,
-    unread_product,
 )
 from streams import CommStream, aligned, buffer_bytes, carve, pin_host_buffers, wait
 
@@ -227,10 +227,17 @@ class SavedLayer:
     views of a host buffer, and load_group by views of a rounding buffer on the GPU.
     """
 
-    def __init__(self, block: llama.Block, positions: Positions, x: Tensor, num_saved: int = 0):
+    def __init__(
+        self,
+        block: llama.Block,
+        positions: Positions,
+        x: Tensor,
+        attention: Attention | None = None,  # of this layer; None: only pre or post runs
+        num_saved: int = 0,
+    ):
         self.block = block
         self.positions = positions
-        self.attention: Attention | None = None  # of this layer; ChunkedLayers sets it
+        self.attention = attention
         self.num_saved = num_saved  # number of saved chunks. They are the layer's first ones
         self.tensors: dict[str | int, Tensor] = {"x": x}
         # sizes in bytes of the stored tensors that a second operator saves, too. They are stored
@@ -342,7 +349,8 @@ class BlockTrace(NamedTuple):
     # bytes of the largest tensor in `post` that two operators save, or 0. Its gradient is a sum of
     # two, which are both in memory for a while
     most_saved_again: int
-    unread_product: str  # name of the Matrix whose product recomputation may skip; "": none
+    # name of the Matrix whose product recomputation may skip (ops.find_unread_product); "": none
+    unread_product_name: str
     stray_tensors: list[str]  # attributes with tensors that are neither parameters nor buffers
 
 
@@ -368,18 +376,6 @@ def matrices_of(block: torch.nn.Module) -> list[Matrix]:
     return [module for module in block.modules() if isinstance(module, Matrix)]
 
 
-@contextlib.contextmanager
-def running_without_data(half: str):
-    """Raise ValueError that names the half, "pre" or "post", if a block needs data to run."""
-    try:
-        yield
-    except RuntimeError as e:
-        raise ValueError(
-            f"block.{half} must run on tensors without data, so that its shapes are known, but it "
-            f"raised: {e}. If it has experts, let each expert run on all tokens, masked"
-        ) from e
-
-
 @functools.cache
 def _trace_block(block_class, tp_slices, cfg, tokens, dtype, frozen=()) -> BlockTrace:
     accum_dtype = accumulation_dtype(dtype)
@@ -398,36 +394,55 @@ def _trace_block(block_class, tp_slices, cfg, tokens, dtype, frozen=()) -> Block
         qkv_positions, x_positions = torch.empty(2, tokens, dtype=torch.int64).unbind()
         positions = Positions(cos, sin, qkv_positions, x_positions)
         x = torch.empty(1, tokens, cfg.dim, dtype=dtype)
-        root = torch.zeros((), requires_grad=True)  # so that autograd makes a graph
 
-        saved = SavedLayer(block, positions, x)
-        with saved.saving("pre"), torch.enable_grad():
-            version = x._version
-            inputs = _ChunkInputs.apply(root, [], x)
-            with running_without_data("pre"):
-                q, _, _ = block.pre(*inputs, positions)
-            check_unchanged("pre", [(x, version)])
-            pre = saved.numbered_tensors()
-
+        of_pre, (q, _, _) = trace_half(block, "pre", positions, {"x": x})
         o = torch.empty_like(q)
-        saved = SavedLayer(block, positions, x)
-        saved.tensors["o"] = o
-        with saved.saving("post"), torch.enable_grad():
-            versions = [(t, t._version) for t in (x, o)]
-            inputs = _ChunkInputs.apply(root, [], x, o)
-            with running_without_data("post"):
-                y = block.post(*inputs, positions)
-            check_unchanged("post", versions)
-            unread = unread_product(y)
-            post = saved.numbered_tensors()
-            most_saved_again = max(saved.bytes_saved_again, default=0)
+        of_post, y = trace_half(block, "post", positions, {"x": x, "o": o})
 
     names = {module: name for name, module in block.named_modules()}
-    stray_tensors = []
+    return BlockTrace(
+        pre=of_pre.numbered_tensors(),
+        post=of_post.numbered_tensors(),
+        most_saved_again=max(of_post.bytes_saved_again, default=0),
+        unread_product_name=names.get(find_unread_product(y), ""),
+        stray_tensors=stray_tensors(block),
+    )
+
+
+def trace_half(
+    block: llama.Block, half: str, positions: Positions, inputs: dict[str, Tensor]
+) -> tuple[SavedLayer, Tensor | tuple[Tensor, ...]]:
+    """Run a half of a block on tensors of the meta device. Return what autograd saves, and what the
+    half returns.
+
+    half: "pre" or "post". inputs: x; for "post" x and o. Raises ValueError if the block needs data
+    to run, or changes an input in place.
+    """
+    root = torch.zeros((), requires_grad=True)  # so that autograd makes a graph
+    versions = [(t, t._version) for t in inputs.values()]
+    saved = SavedLayer(block, positions, inputs["x"])
+    saved.tensors |= inputs
+    with saved.saving(half), torch.enable_grad():
+        chunk_inputs = _ChunkInputs.apply(root, [], *inputs.values())
+        try:
+            outputs = getattr(block, half)(*chunk_inputs, positions)
+        except RuntimeError as e:
+            raise ValueError(
+                f"block.{half} must run on tensors without data, so that its shapes are known, but "
+                f"it raised: {e}. If it has experts, let each expert run on all tokens, masked"
+            ) from e
+        check_unchanged(half, versions)
+    return saved, outputs
+
+
+def stray_tensors(block: llama.Block) -> list[str]:
+    """Return the names of attributes of a block's modules that hold a tensor which is neither a
+    parameter nor a buffer."""
+    names = []
     for module in block.modules():
         attributes = vars(module) | vars(type(module))  # parameters and buffers are not among them
-        stray_tensors += [name for name, value in attributes.items() if isinstance(value, Tensor)]
-    return BlockTrace(pre, post, most_saved_again, names.get(unread, ""), stray_tensors)
+        names += [name for name, value in attributes.items() if isinstance(value, Tensor)]
+    return names
 
 
 # ---------------------------------------------------------------------------- the layers
@@ -502,17 +517,10 @@ class ChunkedLayers:
         self.offload_stream = CommStream(device)
         self.prefetch_stream = CommStream(device)
 
-        self.unread_product = {}  # by block: BlockTrace.unread_product
+        # by block: the matrix whose product recomputation skips, or None
+        self.unread_products: dict[llama.Block, Matrix | None] = {}
         for block in model.blocks[layers.start : layers.stop]:
-            trace = trace_block(self.cfg, 1, dtype, block)
-            self.unread_product[block] = trace.unread_product
-            if trace.stray_tensors:
-                raise ValueError(
-                    "block.pre or block.post stores tensors in attributes of the block "
-                    f"({', '.join(trace.stray_tensors)}). A layer that runs in chunks sees only "
-                    "some tokens at a time, and may run again in backward, so such a tensor would "
-                    "be wrong afterwards. Pass --recompute none"
-                )
+            self.check_block(block)
 
         self.in_flight = in_flight
         self.allocate_buffers(device)
@@ -540,6 +548,20 @@ class ChunkedLayers:
         assert plan.stride == 1 or saved_chunks == 0, (
             f"if layers drop x, all chunks are recomputed, and none is kept or swapped: {plan}"
         )
+
+    def check_block(self, block: llama.Block) -> None:
+        """Raise ValueError for a block that would train wrong in chunks, and note which of its
+        products recomputation skips."""
+        trace = trace_block(self.cfg, 1, self.dtype, block)
+        if trace.stray_tensors:
+            raise ValueError(
+                "block.pre or block.post stores tensors in attributes of the block "
+                f"({', '.join(trace.stray_tensors)}). A layer that runs in chunks sees only some "
+                "tokens at a time, and may run again in backward, so such a tensor would be wrong "
+                "afterwards. Pass --recompute none"
+            )
+        name = trace.unread_product_name
+        self.unread_products[block] = block.get_submodule(name) if name else None
 
     def allocate_buffers(self, device: torch.device) -> None:
         """Allocate `in_flight` sets of host buffers, and the two rounding buffers."""
@@ -622,8 +644,9 @@ class ChunkedLayers:
         def run_layer(layer: int, x: Tensor) -> Tensor:
             if layer < self.first or not needs_backward:
                 with torch.no_grad():
-                    saved = SavedLayer(model.blocks[layer], micro_batch.positions, self.to_row(x))
-                    saved.attention = attention.of_layer(layer)
+                    block = model.blocks[layer]
+                    of_layer = attention.of_layer(layer)
+                    saved = SavedLayer(block, positions, self.to_row(x), of_layer)
                     _, y = self.run_whole(saved)
                     return y.view(x.shape)
             forward_fn = functools.partial(self.forward, micro_batch, layer - self.first)
@@ -679,8 +702,9 @@ class ChunkedLayers:
 
         shape = x.shape
         x = self.to_row(x.detach())
-        saved = SavedLayer(self.blocks[i], micro_batch.positions, x, plan.num_saved_chunks(i))
-        saved.attention = micro_batch.attention.of_layer(self.first + i)
+        attention = micro_batch.attention.of_layer(self.first + i)
+        num_saved = plan.num_saved_chunks(i)
+        saved = SavedLayer(self.blocks[i], micro_batch.positions, x, attention, num_saved)
         qkv, y = self.run_whole(saved)
 
         saved_tokens = self.saved_tokens(i)
@@ -729,9 +753,7 @@ class ChunkedLayers:
 
         backward_fn = None
         if for_backward:
-            name = self.unread_product[block]
-            unread = block.get_submodule(name) if name else None
-            with recomputation(unread):
+            with recomputation(self.unread_products[block]):
                 backward_fn, outputs = run_detached(self.root, fn, *inputs)
         elif j < saved.num_saved:
             with saved.saving(half):

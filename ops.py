@@ -614,8 +614,8 @@ _mode = _Mode()
 def recomputation(unread_product: nn.Module | None):
     """Run a forward pass again inside this context, to get gradients of its inputs and weights.
 
-    unread_product: the matrix whose product nobody reads, as the function `unread_product` returns
-    it. Its product is not computed. None: all products are computed.
+    unread_product: the matrix whose product nobody reads, as `find_unread_product` returns it. Its
+    product is not computed. None: all products are computed.
     """
     outer = _mode.recomputing, _mode.unread_product
     _mode.recomputing = True
@@ -626,7 +626,7 @@ def recomputation(unread_product: nn.Module | None):
         _mode.recomputing, _mode.unread_product = outer
 
 
-def unread_product(y: Tensor) -> Matrix | None:
+def find_unread_product(y: Tensor) -> Matrix | None:
     """Return the matrix whose product recomputation may skip, or None. y: what block.post returns.
 
     Most layers end with a sum, as model.Block does:

@@ -13,10 +13,10 @@ sequence then goes round the stages V times. Example: 8 layers, P = 2, V = 2.
     stage 1    virtual stage 0: layers 2-3               virtual stage 1: layers 6-7, head
 
 A step has M micro-batches. A *pass* takes one micro-batch through one virtual stage, forward or
-backward. `pipeline_order` lists the passes of a stage: first some forward passes (the warm-up),
-then one forward and one backward pass in turn (1F1B), then the backward passes that are left. In
-this picture time goes to the right. 0 is the forward pass of micro-batch 0. aa is its backward
-pass, which takes twice as long. Dots are idle time:
+backward. `pipeline_order` lists the passes of a stage: first some forward passes, then one forward
+and one backward pass in turn (1F1B), then the backward passes that are left. In this picture time
+goes to the right. 0 is the forward pass of micro-batch 0. aa is its backward pass, which takes
+twice as long. Dots are idle time:
 
               P = 4, M = 4, V = 1     P = 4, M = 4, V = 2
     stage 0   0123......aa.bb.cc.dd   01230123......aa.bb.cc.ddaabbccdd
@@ -109,7 +109,8 @@ def pipeline_order(stage: int, stages: int, virtual_stages: int, micro_batches: 
     forward = [Pass(True, micro_batch, v) for micro_batch, v in turns]
     backward = [Pass(False, micro_batch, virtual_stages - 1 - v) for micro_batch, v in turns]
 
-    # The warm-up of stage s has this many forward passes, as in Megatron:
+    # Stage s begins with this many forward passes, before forward and backward take turns. Megatron
+    # calls them the warm-up
     #     V = 1:   P - 1 - s                     one per later stage
     #     V > 1:   (V - 1) P + 2 (P - 1 - s)     P micro-batches through all virtual stages but the
     #                                            last one, and two per later stage
@@ -117,15 +118,15 @@ def pipeline_order(stage: int, stages: int, virtual_stages: int, micro_batches: 
     # forward through the last virtual stage.
     stages_after = stages - 1 - stage
     if virtual_stages == 1:
-        warm_up = stages_after
+        only_forward = stages_after
     else:
-        warm_up = (virtual_stages - 1) * stages + 2 * stages_after
-    warm_up = min(warm_up, len(turns))
+        only_forward = (virtual_stages - 1) * stages + 2 * stages_after
+    only_forward = min(only_forward, len(turns))
 
-    order = forward[:warm_up]
-    for one_forward, one_backward in zip(forward[warm_up:], backward):
+    order = forward[:only_forward]
+    for one_forward, one_backward in zip(forward[only_forward:], backward):
         order += [one_forward, one_backward]
-    order += backward[len(turns) - warm_up :]
+    order += backward[len(turns) - only_forward :]
     return order
 
 
@@ -304,7 +305,7 @@ class Pipeline:
         return torch.empty(*tokens.shape, self.model.cfg.dim, dtype=self.dtype, device=self.device)
 
     def launch_receive(
-        self, needed_by: Pass, micro_batch: tuple
+        self, needed_by: Pass, micro_batches: list[tuple]
     ) -> tuple[dist.Work, Tensor] | tuple[None, None]:
         """Launch receiving the message that a pass needs. Returns the work to wait for, and the
         tensor that will hold the message; or (None, None), if the pass needs no message."""
@@ -315,7 +316,7 @@ class Pipeline:
             return None, None  # it starts from the loss
         if not needed_by.forward and self.is_forward_only(virtual_stage):
             return None, None  # it does nothing
-        x = self.empty_message(micro_batch)
+        x = self.empty_message(micro_batches[needed_by.micro_batch])
         return self.links.incoming(needed_by.forward).launch(dist.irecv, x), x
 
     def run_virtual_stage(
@@ -354,17 +355,14 @@ class Pipeline:
         loss = torch.zeros((), device=self.device, dtype=accumulation_dtype(self.dtype))
         backward_fns = {}  # (micro-batch, virtual stage) -> backward of the graph that is saved
 
-        def launch_receive(needed_by: Pass) -> tuple:
-            return self.launch_receive(needed_by, micro_batches[needed_by.micro_batch])
-
         receiving = deque()  # (work, x) of each message that is being received
         if self.overlap:
-            receiving.append(launch_receive(self.order[0]))
+            receiving.append(self.launch_receive(self.order[0], micro_batches))
         for i, this_pass in enumerate(self.order):
             # with overlap, receive the message of the next pass now, so that this pass hides it
             receive_for = i + 1 if self.overlap else i
             if receive_for < len(self.order):
-                receiving.append(launch_receive(self.order[receive_for]))
+                receiving.append(self.launch_receive(self.order[receive_for], micro_batches))
             work, x = receiving.popleft()
             if work:
                 work.wait()  # for this pass's message, hidden by the pass before
@@ -447,7 +445,7 @@ class Pipeline:
         losses = torch.zeros_like(micro_batch[0], dtype=accumulation_dtype(self.dtype))
         for virtual_stage in range(len(self.virtual_stages)):
             forward = Pass(True, 0, virtual_stage)
-            work, x = self.launch_receive(forward, micro_batch)
+            work, x = self.launch_receive(forward, [micro_batch])
             if work:
                 work.wait()  # exposed: an evaluation receives nothing ahead
             y = self.run_virtual_stage(virtual_stage, micro_batch, per_token, x)

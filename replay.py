@@ -218,34 +218,32 @@ class StepMemory:
         return results
 
     def run_on_current_stream(self, step, inputs):
-        """Warm up, record or replay, as next_state says. After a recording, make the plan."""
+        """Warm up, replay if there is a plan, or record and make the plan."""
         self.runs += 1
-        state = self.next_state()
-        if state == "warm up":
+        self.drop_plan_with_misses()
+        if self.runs <= WARM_UP_RUNS:
             return step(*inputs)
-        if state == "replay":
+        if self.plan is not None:
             return self.replay(step, inputs)
         result = self.record(step, inputs)
-        self.plan = solve(self.buffers, time_limit=10.0)
+        plan = solve(self.buffers, time_limit=10.0)
+        check(self.buffers, plan.offsets, plan.peak)
+        self.plan = plan
         self.plans += 1
-        check(self.buffers, self.plan.offsets, self.plan.peak)
         return result
 
-    def next_state(self) -> str:
-        """Return "warm up", "record" or "replay" for the run that begins.
+    def drop_plan_with_misses(self) -> None:
+        """Drop the plan if too few requests of the last replay got their planned addresses.
 
-        If too few requests of the last replay got their planned addresses, drop the plan, so that
-        this run records again. While a tensor lies in the arena, the plan cannot be dropped, and
-        this run replays it once more.
+        While a tensor lies in the arena, the plan cannot be dropped, and the run replays it once
+        more.
         """
-        if self.counts and self.plans < MAX_PLANS:
-            missed = self.counts["hits"] < MIN_HITS * len(self.buffers)
-            if missed and self.give_back():
-                self.counts = {}
-                self.plan = None
-        if self.runs <= WARM_UP_RUNS:
-            return "warm up"
-        return "record" if self.plan is None else "replay"
+        if not self.counts or self.plans == MAX_PLANS:
+            return
+        missed = self.counts["hits"] < MIN_HITS * len(self.buffers)
+        if missed and self.give_back():
+            self.counts = {}
+            self.plan = None
 
     def begin(self, mode: int) -> None:
         """Let the allocator record (mode RECORD) or serve (REPLAY) requests on the current stream.

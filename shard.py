@@ -705,19 +705,22 @@ class States:
             unit.params.append(param)
 
         self.units = list(units.values())
+        self.num_units = len(self.units)
+        self.link_units(model.forward_only_layers)
+        self.tied_param: ShardedParam | None = None  # a tied matrix, if both uses are on this rank
+        if num_uses == 2:
+            self.add_tied_head(self.sharded_params[model.embed])
+
+    def link_units(self, forward_only_layers: int) -> None:
+        """Set which units backward reads, and which parameters are gathered ahead in each unit."""
         for unit in self.units:
             if unit.is_layer:
                 layer = int(unit.name.removeprefix("blocks."))
-                unit.read_in_backward = layer >= model.forward_only_layers
+                unit.read_in_backward = layer >= forward_only_layers
         for unit, next_unit in itertools.pairwise(self.units):
             unit.next_params = next_unit.params
             if unit.read_in_backward:
                 next_unit.previous_params = unit.params
-
-        self.num_units = len(self.units)
-        self.tied_param: ShardedParam | None = None  # a tied matrix, if both uses are on this rank
-        if num_uses == 2:
-            self.add_tied_head(self.sharded_params[model.embed])
 
     def add_tied_head(self, param: ShardedParam) -> None:
         """Make a unit for the second use of a tied matrix, as head, and put it after the last
@@ -752,6 +755,16 @@ class States:
             self.shared_buffers[key] = Buffer(self.zeros(size, dtype))
         return self.shared_buffers[key]
 
+    def owned_slice(self, module: Matrix, shard_size: int, owner: int) -> slice:
+        """Return which elements of its p-shard of a matrix this rank updates."""
+        if module.frozen:
+            return slice(0, 0)
+        if self.layout == "intra":
+            owned_size = shard_size // (self.factors.os // self.factors.p)
+            first = self.subgroup_index * owned_size
+            return slice(first, first + owned_size)
+        return slice(0, shard_size if owner == self.subgroup_index else 0)
+
     def shard_matrix(
         self,
         path: str,
@@ -764,18 +777,7 @@ class States:
         """Allocate what this rank holds of a matrix with S = padded_size elements."""
         f = self.factors
         shard_size = padded_size // f.p
-
-        # which elements of its p-shard this rank updates
-        if module.frozen:
-            owned = slice(0, 0)
-        elif self.layout == "intra":
-            owned_size = padded_size // f.os
-            first = self.subgroup_index * owned_size
-            owned = slice(first, first + owned_size)
-        elif owner == self.subgroup_index:
-            owned = slice(0, shard_size)
-        else:
-            owned = slice(0, 0)
+        owned = self.owned_slice(module, shard_size, owner)
 
         param_shard = self.zeros(shard_size, self.dtype)
         owned_param = param_shard[owned]
@@ -820,24 +822,20 @@ class States:
         """Allocate the optimizer states of all matrices that train, as zeros.
 
         Of the ranks that hold the same states, one saves them to checkpoints and adds the gradients
-        of the same elements to the global norm. Replicas take turns, matrix by matrix. If two
-        stages hold a copy of a tied matrix, a rank of the first stage does this.
+        of the same elements to the global norm.
         """
         params = [param for unit in self.units for param in unit.trained_params]
         sizes = [len(param.owned_param) for param in params]
         states, self.host_states = allocate_states(
             self.optimizer, sizes, self.dtype, self.device, storage
         )
-        groups = self.groups
-        replica = groups.rank // self.factors.os
-        num_replicas = groups.ranks // self.factors.os
         for i, param in enumerate(params):
             param.states = states[i]
             length = min(len(param.owned_param), param.num_elements - param.owned_start)
             if length <= 0:
                 continue  # this rank owns only padding, or another rank is the owner
 
-            saved_here = i % num_replicas == replica and self.holds_first_copy(param)
+            saved_here = self.is_saved_here(param, i, self.factors.os)
             if saved_here:
                 self.norm_grads.append(param.owned_grad)
             for state, stored in param.states.items():
@@ -854,22 +852,24 @@ class States:
                     weight,
                 )
 
-    def holds_first_copy(self, param: ShardedParam) -> bool:
-        """Return whether, of all copies of a matrix, this rank's tp_rank and stage hold the first.
+    def is_saved_here(self, param: ShardedParam, i: int, num_shards: int) -> bool:
+        """Return whether, of all ranks that hold the same part of matrix number i, this one saves
+        it to checkpoints. num_shards: into how many parts the matrix is split.
 
-        There are several copies if tensor parallelism does not slice the matrix, and if it is a
-        tied matrix in a pipeline, which is on the first and on the last stage.
+            copies with the same stage and tp_rank      take turns, matrix by matrix
+            copies of a matrix that no tp_rank slices   tp_rank 0 saves it
+            copies of a tied matrix on two stages       the first stage saves it
         """
-        of_first_tp_rank = param.module.tp_slice is not None or self.groups.tp_rank == 0
-        of_first_stage = param.name != "embed.weight" or self.groups.stage == 0
-        return of_first_tp_rank and of_first_stage
+        groups = self.groups
+        replica = groups.rank // num_shards
+        num_replicas = groups.ranks // num_shards
+        of_first_tp_rank = param.module.tp_slice is not None or groups.tp_rank == 0
+        of_first_stage = param.name != "embed.weight" or groups.stage == 0
+        return i % num_replicas == replica and of_first_tp_rank and of_first_stage
 
     def add_frozen_parts(self) -> None:
         """Note the frozen matrices for checkpoints. Of the ranks that hold the same p-shard, one
-        saves it. They take turns, matrix by matrix."""
-        groups = self.groups
-        replica = groups.rank // self.factors.p
-        num_replicas = groups.ranks // self.factors.p
+        saves it."""
         frozen = [param for param in self.sharded_params.values() if param.module.frozen]
         for i, param in enumerate(frozen):
             length = min(len(param.param_shard), param.num_elements - param.shard_start)
@@ -879,7 +879,7 @@ class States:
                 param.param_shard[:length],
                 param.shard_start,
                 self.shapes[param.name],
-                i % num_replicas == replica and self.holds_first_copy(param),
+                self.is_saved_here(param, i, self.factors.p),
                 param.module.tp_slice,
             )
 
@@ -909,11 +909,13 @@ class States:
         states = {
             state: flat[: sum(sizes)].split(sizes) for state, flat in self.vector_states.items()
         }
+        self.vector_grads: list[tuple[Vector, Tensor]] = []  # of this stage: views of vector_grad
         for i, name in enumerate(names):
             module = modules.get(name.removesuffix(".weight"))
             if module is not None:  # it is on this stage
                 module.replace_weight(states["master"][i])
                 module.weight.grad = grads[i]
+                self.vector_grads.append((module, grads[i]))
             for state, values in states.items():
                 self.parts[f"{state}.{name}"] = StatePart(
                     values[i], 0, self.shapes[name], saved_here
@@ -1246,6 +1248,7 @@ class States:
             if module.weight.grad is not None:
                 self.usage_error = f"{param.name} was used outside project()"
                 module.weight.grad = None
+        self.restore_vector_grads()
         self.gather_skipped_params()
         self.current_pass = None
         self.enter_phase("update")
@@ -1257,6 +1260,17 @@ class States:
         wait(self.streams["grad_reduce"].record_event())
         if self.tied_group:
             self.sum_tied_copies()
+
+    def restore_vector_grads(self) -> None:
+        """Make the vectors' gradients views of vector_grad again, if a caller has dropped these
+        views, as model.zero_grad() does. Autograd has then added to new tensors: copy them."""
+        for module, grad in self.vector_grads:
+            new = module.weight.grad
+            if new is grad:
+                continue
+            if new is not None:
+                grad.copy_(new)
+            module.weight.grad = grad
 
     def sum_tied_copies(self) -> None:
         """Sum the two gradients of a tied matrix: the embedding's, on the first stage, and the

@@ -242,6 +242,8 @@ def split_matrix(matrix: Matrix, tensor_parallel: TensorParallel) -> None:
 
 # ---------------------------------------------------------------------------- test a split layer
 
+TEST_TOKENS = 6  # tokens of the sequence that the test runs on
+
 
 class TensorParallelThreads(TensorParallel):
     """Two ranks of a tensor-parallel group that are threads of one process, for
@@ -254,12 +256,14 @@ class TensorParallelThreads(TensorParallel):
         self.barrier = barrier
         self.set_mode(mode)
 
-    def from_both(self, x: Tensor) -> list[Tensor]:
-        """Return rank 0's x and rank 1's x, in this order."""
+    def from_both(self, x: Tensor | None) -> list[Tensor]:
+        """Return rank 0's x and rank 1's x, in this order. None says that this rank is done."""
         self.slots[self.tp_rank] = x
         self.barrier.wait()  # both slots are written
         tensors = list(self.slots)
         self.barrier.wait()  # both ranks have read the slots, and may write them again
+        if (tensors[0] is None) != (tensors[1] is None):
+            raise RuntimeError("one rank makes more exchanges than the other")
         return tensors
 
     def gather_tokens(self, x: Tensor) -> Tensor:
@@ -305,36 +309,17 @@ def check_tensor_parallel(cfg: ModelConfig, mode: str) -> None:
 
 
 def kind_of(layer: "llama.Block") -> tuple:
-    """Return the class, the weights' names and shapes, and the constants of a layer. Layers that
-    have these in common need only one test."""
-    weights = [(name, p.shape) for name, p in layer.named_parameters()]
-    constants = [(k, v) for k, v in vars(layer).items() if isinstance(v, (int, float, str))]
+    """Return the class of a layer, the names and shapes of its weights and whether they train, and
+    the constants of its modules, such as Matrix.cut. Layers that have these in common need only one
+    test."""
+    weights = [(name, p.shape, p.requires_grad) for name, p in layer.named_parameters()]
+    constants = [
+        (path, key, value)
+        for path, module in layer.named_modules()
+        for key, value in vars(module).items()
+        if isinstance(value, (int, float, str, tuple))
+    ]
     return type(layer), str(weights), str(constants)
-
-
-def on_two_threads(run_half: Callable, mode: str) -> list:
-    """Return run_half(0) and run_half(1), which wait for each other. Raises ValueError if one of
-    them fails, because a fork's layer may raise anything."""
-    with ThreadPoolExecutor(2) as pool:
-        futures = [pool.submit(run_half, tp_rank) for tp_rank in range(2)]
-    # a rank whose barrier is broken only waited for the other one, which has failed
-    errors = [future.exception() for future in futures]
-    causes = [e for e in errors if e and not isinstance(e, threading.BrokenBarrierError)]
-    if not causes:
-        return [future.result() for future in futures]
-    if isinstance(causes[0], ValueError):
-        raise causes[0]
-    advice = "Nearest legal choice: --tp 1"
-    if mode != "mtp":
-        advice = (
-            "In this mode x has only the rank's own tokens, and attention's output o has all "
-            "tokens, so a layer cannot multiply one by the other. "
-            "Nearest legal choice: --tp-mode mtp"
-        )
-    raise ValueError(
-        f"--tp with --tp-mode {mode}: a layer that is split between two ranks does not run: "
-        f"{type(causes[0]).__name__}: {causes[0]}. {advice}"
-    ) from causes[0]
 
 
 def compare_split_layer(
@@ -347,55 +332,20 @@ def compare_split_layer(
     """Raise ValueError if a layer that is split between two ranks differs from the whole layer.
     halves: one layer per rank, of the same kind as the whole one. This function splits it, and
     copies its slices of the whole layer's weights into it."""
-    tokens = 6
-    x, dy = torch.randn(2, 1, tokens, cfg.dim, dtype=torch.float64, generator=rng)
-    positions = torch.arange(tokens)
-    angles = rope_tables(cfg, positions, torch.float64)
-    splits_tokens = mode != "mtp"
-    slots = [None, None]
-    barrier = threading.Barrier(2, timeout=60)
-
-    def run(layer, x: Tensor, dy: Tensor, positions_of_x: Tensor) -> tuple[Tensor, Tensor]:
-        x = x.clone().requires_grad_()
-        y = run_block(layer, x, Positions(*angles, positions, positions_of_x), plain_attention)
-        y.backward(dy)
-        return y.detach(), x.grad
-
-    def run_half(tp_rank: int) -> tuple[Tensor, Tensor]:
-        layer = halves[tp_rank]
-        tensor_parallel = TensorParallelThreads(mode, tp_rank, slots, barrier)
-        try:
-            for matrix in layer.modules():
-                if isinstance(matrix, Matrix):
-                    split_matrix(matrix, tensor_parallel)
-            weights = dict(whole.named_parameters())
-            for name, p in layer.named_parameters():
-                weight = weights[name].data
-                tp_slice = tp_slice_in(layer, name)
-                p.data.copy_(tp_slice.extract(weight) if tp_slice else weight)
-
-            if splits_tokens:
-                own_x, own_dy = x.chunk(2, 1)[tp_rank], dy.chunk(2, 1)[tp_rank]
-                return run(layer, own_x, own_dy, positions.chunk(2)[tp_rank])
-            # in mtp each rank has a summand of the gradient, and dy is the sum of the two
-            return run(layer, x, dy / 2, positions)
-        except BaseException:
-            barrier.abort()  # otherwise the other rank would wait for this one
-            raise
-
-    y, dx = run(whole, x, dy, positions)
-    (y0, dx0), (y1, dx1) = on_two_threads(run_half, mode)
+    x, dy = torch.randn(2, 1, TEST_TOKENS, cfg.dim, dtype=torch.float64, generator=rng)
+    y, dx = run_layer(whole, cfg, x, dy, torch.arange(TEST_TOKENS))
+    (y0, dx0), (y1, dx1) = run_split_layer(whole, halves, cfg, mode, x, dy)
 
     # name of a tensor -> its value from the two ranks, its value from the whole layer
-    if splits_tokens:  # each rank has its own tokens
-        compared = {
-            "the output": (torch.cat((y0, y1), 1), y),
-            "the gradient of the input": (torch.cat((dx0, dx1), 1), dx),
-        }
-    else:  # each rank has all of y, and a summand of dx
+    if mode == "mtp":  # each rank has all of y, and a summand of dx
         compared = {
             "the output": (torch.stack((y0, y1)), torch.stack((y, y))),
             "the gradient of the input": (dx0 + dx1, dx),
+        }
+    else:  # each rank has its own tokens
+        compared = {
+            "the output": (torch.cat((y0, y1), 1), y),
+            "the gradient of the input": (torch.cat((dx0, dx1), 1), dx),
         }
     for name, p in whole.named_parameters():
         compared[f"the gradient of {name}"] = joined_grad(halves, name, p), p.grad
@@ -412,6 +362,97 @@ def compare_split_layer(
                 'cut="columns" must not be a concatenation. Only a matrix product may sum over '
                 "heads or features. Or use --tp 1"
             )
+
+
+def run_layer(
+    layer: "llama.Block", cfg: ModelConfig, x: Tensor, dy: Tensor, positions_of_x: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Run a layer forward and backward, and return its output y and the gradient dx of its input.
+    positions_of_x: those of the tokens that x has; attention has all TEST_TOKENS tokens."""
+    positions = torch.arange(TEST_TOKENS)
+    angles = rope_tables(cfg, positions, torch.float64)
+    x = x.clone().requires_grad_()
+    y = run_block(layer, x, Positions(*angles, positions, positions_of_x), plain_attention)
+    y.backward(dy)
+    return y.detach(), x.grad
+
+
+def run_split_layer(
+    whole: "llama.Block",
+    halves: list["llama.Block"],
+    cfg: ModelConfig,
+    mode: str,
+    x: Tensor,
+    dy: Tensor,
+) -> list[tuple[Tensor, Tensor]]:
+    """Split a layer between two ranks, which are threads, and run it. Return y and dx of each rank.
+
+    x, dy (1, TEST_TOKENS, C): of the whole layer. In mtp each rank gets all of x. In msp and fsp it
+    gets its own tokens of both.
+    """
+    slots = [None, None]
+    barrier = threading.Barrier(2, timeout=60)
+    weights = dict(whole.named_parameters())
+
+    def run_half(tp_rank: int) -> tuple[Tensor, Tensor]:
+        layer = halves[tp_rank]
+        tensor_parallel = TensorParallelThreads(mode, tp_rank, slots, barrier)
+        for matrix in layer.modules():
+            if isinstance(matrix, Matrix):
+                split_matrix(matrix, tensor_parallel)
+        for name, p in layer.named_parameters():
+            weight = weights[name].data
+            tp_slice = tp_slice_in(layer, name)
+            p.data.copy_(tp_slice.extract(weight) if tp_slice else weight)
+
+        positions = tensor_parallel.select_tp_tokens(torch.arange(TEST_TOKENS))
+        if mode == "mtp":
+            # each rank has a summand of the gradient, and dy is the sum of the two
+            results = run_layer(layer, cfg, x, dy / 2, positions)
+        else:
+            own_x = x.chunk(2, 1)[tp_rank]
+            own_dy = dy.chunk(2, 1)[tp_rank]
+            results = run_layer(layer, cfg, own_x, own_dy, positions)
+        tensor_parallel.from_both(None)
+        return results
+
+    return on_two_threads(run_half, barrier, mode)
+
+
+def on_two_threads(run_half: Callable, barrier: threading.Barrier, mode: str) -> list:
+    """Return run_half(0) and run_half(1), which run at the same time and wait for each other at the
+    barrier. Raises ValueError if one of them fails, because a fork's layer may raise anything."""
+
+    def run(tp_rank: int):
+        try:
+            return run_half(tp_rank)
+        except BaseException:
+            barrier.abort()  # otherwise the other thread would wait for this one
+            raise
+
+    with ThreadPoolExecutor(2) as pool:
+        futures = [pool.submit(run, tp_rank) for tp_rank in range(2)]
+    errors = [e for future in futures if (e := future.exception())]
+    if not errors:
+        return [future.result() for future in futures]
+
+    # a thread whose barrier is broken has only waited for the other one, which has failed, or has
+    # taken longer than the barrier's timeout
+    causes = [e for e in errors if not isinstance(e, threading.BrokenBarrierError)]
+    cause = (causes or errors)[0]
+    if isinstance(cause, ValueError):
+        raise cause
+    advice = "Nearest legal choice: --tp 1"
+    if mode != "mtp":
+        advice = (
+            "In this mode x has only the rank's own tokens, and attention's output o has all "
+            "tokens, so a layer cannot multiply one by the other. "
+            "Nearest legal choice: --tp-mode mtp"
+        )
+    raise ValueError(
+        f"--tp with --tp-mode {mode}: a layer that is split between two ranks does not run: "
+        f"{type(cause).__name__}: {cause}. {advice}"
+    ) from cause
 
 
 def tp_slice_in(layer: "llama.Block", name: str) -> TensorSlice | None:

@@ -262,6 +262,47 @@ def test_a_layer_proves_that_it_may_be_split(mode, monkeypatch):
             tensor.check_tensor_parallel(model.MODELS["7b"], mode)
 
 
+class SecondLayerWithoutParts(model.LLaMA):
+    """A model whose second layer has a fused matrix without `parts`; its first layer is right."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        qkv = self.blocks[1].qkv
+        qkv.parts = (sum(qkv.parts),)
+
+
+def test_layers_that_only_differ_in_a_matrix_are_both_tested(monkeypatch):
+    """A layer that tensor parallelism would split wrongly is refused, also if another layer of the
+    same class, with weights of the same names and shapes, is right.
+
+    Catches a test that runs the first of these layers only.
+    """
+    architecture = model.Architecture(model.Block, SecondLayerWithoutParts)
+    monkeypatch.setitem(model.ARCHITECTURES, "second", architecture)
+    cfg = replace(model.MODELS["7b"], architecture="second")
+    with raises(ValueError, match="parts="):
+        tensor.check_tensor_parallel(cfg, "mtp")
+
+
+class SkipsProduct(model.Block):
+    """A layer that multiplies by a split matrix on the first rank only, as if the second rank had
+    no tokens for an expert."""
+
+    def post(self, x, o, positions):
+        y = super().post(x, o, positions)
+        if self.out.tp_slice and self.out.tp_slice.cols[0] == 0:
+            y = y + self.out(o.flatten(2))
+        return y
+
+
+def test_a_layer_that_exchanges_on_one_rank_only_is_refused(monkeypatch):
+    """A layer in which one rank makes more exchanges than the other is refused, without waiting
+    for the other rank. Catches a run that would wait for ever, and a traceback about threads."""
+    monkeypatch.setattr(model, "Block", SkipsProduct)
+    with raises(ValueError, match="does not run: .*one rank makes more exchanges than the other"):
+        tensor.check_tensor_parallel(model.MODELS["7b"], "mtp")
+
+
 class GateBesideHeads(model.Block):
     """A layer whose gate of x needs the same tokens as attention's output."""
 

@@ -252,7 +252,7 @@ def test_another_activation_is_a_prologue(monkeypatch):
     tensor.check_tensor_parallel(SMALL, "mtp")
     x = torch.randn(1, 2, SMALL.dim).double().requires_grad_()
     o = torch.randn(1, 2, SMALL.heads, SMALL.head_dim).double()
-    assert ops.unread_product(block.post(x, o, None)) is block.down
+    assert ops.find_unread_product(block.post(x, o, None)) is block.down
 
 
 @parametrize(
@@ -276,7 +276,7 @@ def test_unread_product(last_line, unread):
     def run():
         return last_line(h, ops.project(matrix, GELU, u))
 
-    found = ops.unread_product(run())
+    found = ops.find_unread_product(run())
     assert (found is matrix) == unread
     want = torch.autograd.grad(run().sum(), (h, u, matrix.weight))
     with ops.recomputation(found):
@@ -292,7 +292,7 @@ def test_a_prologue_with_extras_is_computed_again():
     block = m.Block(SMALL)
     x = torch.randn(2, 3, SMALL.dim, requires_grad=True)
     y = x + ops.project(m.Matrix(SMALL.dim, SMALL.dim), block.norm, x, block.norm1.weight)
-    assert ops.unread_product(y) is None
+    assert ops.find_unread_product(y) is None
 
 
 def test_attention_choice():

@@ -140,6 +140,29 @@ def test_loss_that_is_not_finite_changes_nothing(group):
         assert bool(finite) == (not torch.equal(before, values_to_save(states))) == (i == 0)
 
 
+@parametrize("when", ["before begin_step", "after begin_step"])
+def test_zero_grad_loses_no_gradient(when, group):
+    """A step has the same gradients if a training loop also calls model.zero_grad().
+
+    Catches norms and biases that never train, because autograd adds their gradients to tensors that
+    the update does not read.
+    """
+    run, model, states = make_run(make_case("1 micro=2 keep=mixed"), {}, SpoilingStream)
+    train.load_random_weights(run, states)
+    batch = train.load_batch(run, 0)
+    _, expected, _ = train.run_step(model, states, batch, 0.0, 0.0)
+    for _ in range(2):
+        if when == "before begin_step":
+            model.zero_grad()
+        states.begin_step()
+        if when == "after begin_step":
+            model.zero_grad()
+        loss = model.forward_backward(batch.micro_batches())
+        states.finish_gradients()
+        norm, _ = states.update(0.0, 0.0, loss)
+        assert norm.item() == expected.item()
+
+
 def test_diverging_run_skips_stops_and_saves(tmp_path):
     """A run that diverges stops and saves. In its log a number that is not finite is null.
 
