@@ -202,6 +202,11 @@ class Plan:
         return self.counts.trained_shares
 
     @property
+    def trained_matrices(self) -> list[tuple[int, int]]:
+        """Return those of `matrices` that train in at least one layer."""
+        return [matrix for matrix, share in zip(self.matrices, self.trained_shares) if share]
+
+    @property
     def trained_vocab_matrices(self) -> int:
         """Return how many of num_vocab_matrices train."""
         trained = int(self.counts.trains_embedding) + int(self.counts.trains_head)
@@ -267,6 +272,12 @@ class Plan:
     def sums_wide(self) -> bool:
         """Return whether gradients of several micro-batches add up in accum_dtype."""
         return self.micro_batches > 1 and self.grad_sums == "fp32"
+
+    @property
+    def parts_of_matrix(self) -> int:
+        """Return into how many parts a matrix is cut among the ranks that update it. In layout
+        inter, one owner updates the whole p-shard of a matrix."""
+        return self.factors.p if self.os_layout == "inter" else self.factors.os
 
     @property
     def optimizer_bytes_per_param(self) -> int:
@@ -347,6 +358,13 @@ class Plan:
         """Return how many different sets of key/value heads the head groups have. If there are more
         head groups than a rank has key/value heads, several groups share a key/value head."""
         return min(self.head_groups, max(1, self.local_model.kv_heads // self.head_ranks))
+
+    @property
+    def head_group_widths(self):
+        """Return q_kv_widths of one head group. Groups that share a key/value head each have all of
+        it."""
+        q, kv = self.q_kv_widths
+        return q / self.head_groups, kv / self.kv_groups
 
     @property
     def ring_sum_dtype(self) -> torch.dtype:
@@ -742,14 +760,14 @@ def receive_buffers(plan: Plan) -> list[TensorSize]:
     if plan.head_ranks == 1:
         return []
     n, dtype = plan.tokens, plan.dtype
-    q, kv = plan.q_kv_widths
-    groups = plan.head_groups
-    kv_groups = plan.kv_groups  # head groups that share k and v share their buffers
+    q, kv = plan.head_group_widths
+    q_slots = min(2, plan.head_groups)
+    kv_slots = min(2, plan.kv_groups)  # head groups that share k and v share their buffers
     return [
-        TensorSize("q, o and do of two head groups", n, 3 * q / groups, dtype, min(2, groups)),
-        TensorSize("dq of a head group", n, q / groups, dtype),
-        TensorSize("k and v of two head groups", n, kv / kv_groups, dtype, min(2, kv_groups)),
-        TensorSize("dk and dv of a head group", n, kv / kv_groups, dtype),
+        TensorSize("q, o and do of two head groups", n, 3 * q, dtype, q_slots),
+        TensorSize("dq of a head group", n, q, dtype),
+        TensorSize("k and v of two head groups", n, kv, dtype, kv_slots),
+        TensorSize("dk and dv of a head group", n, kv, dtype),
     ]
 
 
@@ -820,34 +838,39 @@ def attention_backward_tensors(plan) -> list[TensorSize]:
     It runs one head group after the other.
     """
     cfg, n, dtype, wide = plan.local_model, plan.tokens, plan.dtype, plan.accum_dtype
-    q, kv = plan.q_kv_widths
-    groups, kept = plan.head_groups, plan.activations
+    q, kv = plan.head_group_widths
+    groups, kv_groups, kept = plan.head_groups, plan.kv_groups, plan.activations
     one_call = plan.head_ranks * groups == 1  # the kernel sees all heads of these tokens at once
     tensors = []
 
     # if a layer runs in chunks, the gradients of a head group overwrite its q, k and v
     in_place = kept is not None and kept.chunks > 1 and not one_call
     if not in_place:
-        tensors.append(TensorSize("dq, dk and dv", n, q + kv, dtype))
+        tensors.append(TensorSize("dq, dk and dv", n, sum(plan.q_kv_widths), dtype))
 
     # with several head groups or all-to-alls, a group's inputs and gradients are copies, not views
     # of whole tensors. With all-to-alls we count two groups, each with a copy to send and one
     # received. This is an upper bound. Measured peaks differed by less than 1 % from this count
-    copies = 2 * min(2, groups) if plan.head_ranks > 1 else 1
+    copies = kv_copies = 1
+    if plan.head_ranks > 1:
+        copies, kv_copies = 2 * min(2, groups), 2 * min(2, kv_groups)
     if not one_call:
         tensors += [
-            TensorSize("q, o, do, dq of a head group", n, 4 * q / groups, dtype, copies),
-            TensorSize("k, v, dk, dv of a head group", n, 2 * kv / groups, dtype, copies),
+            TensorSize("q, o, do, dq of a head group", n, 4 * q, dtype, copies),
+            TensorSize("k, v, dk, dv of a head group", n, 2 * kv, dtype, kv_copies),
         ]
+    if groups > kv_groups:  # several head groups add to the same dk and dv
+        tensors.append(TensorSize("sums of dk and dv over head groups", n, kv, wide))
 
     # the kernel's own float32 buffers. Those of a group are alive when the next group begins
     alive = min(2, groups)
     tensors += [
-        TensorSize("the kernel's dq", n, q / groups, wide, alive),
+        TensorSize("the kernel's dq", n, q, wide, alive),
         TensorSize("the kernel's two numbers per row", n, 2 * cfg.heads / groups, wide, alive),
     ]
-    if cfg.heads > cfg.kv_heads:  # several query heads add to the same dk and dv
-        tensors.append(TensorSize("the kernel's dk and dv", n, kv / groups, wide, alive))
+    shares_kv = cfg.heads * kv_groups > cfg.kv_heads * groups  # query heads of one head group
+    if shares_kv:  # several query heads add to the same dk and dv
+        tensors.append(TensorSize("the kernel's dk and dv", n, kv, wide, alive))
 
     if plan.ring > 1:
         tensors += ring_backward_tensors(plan)
@@ -857,8 +880,7 @@ def attention_backward_tensors(plan) -> list[TensorSize]:
 def ring_backward_tensors(plan) -> list[TensorSize]:
     """Return what a ring allocates in attention's backward (attention.Ring.attend_backward)."""
     n, dtype = plan.tokens, plan.dtype
-    q, kv = plan.q_kv_widths
-    q, kv = q / plan.head_groups, kv / plan.head_groups  # of a head group
+    q, kv = plan.head_group_widths
     steps = min(2, plan.ring - 1)  # k and v of this step, and of the next one, which arrive
     tensors = [
         TensorSize("k and v of other ranks", n, kv, dtype, steps),
@@ -878,8 +900,7 @@ def product_backward_tensors(plan) -> list[TensorSize]:
     the same time an all-to-all sends the first head group's inputs, so they are counted, too.
     """
     cfg, n, dtype = plan.local_model, plan.tokens, plan.dtype
-    q, kv = plan.q_kv_widths
-    groups = plan.head_groups
+    q, kv = plan.head_group_widths
     rows = n / plan.chunks
     tensors = float8_backward_tensors(plan, rows, cfg.dim + cfg.ffn)
     tensors += [
@@ -900,11 +921,9 @@ def product_backward_tensors(plan) -> list[TensorSize]:
     if recomputes_chunks(plan):
         tensors.append(TensorSize("gate|up, recomputed", rows, 2 * cfg.ffn, dtype))
     if plan.head_ranks > 1:
-        tensors.append(
-            TensorSize("q, k, v, o, do of a head group, sent", n, (3 * q + kv) / groups, dtype)
-        )
+        tensors.append(TensorSize("q, k, v, o, do of a head group, sent", n, 3 * q + kv, dtype))
     if plan.ring > 1:
-        tensors.append(TensorSize("k and v, sent and received", n, kv / groups, dtype, 2))
+        tensors.append(TensorSize("k and v, sent and received", n, kv, dtype, 2))
     if plan.tp > 1:
         tensors += [
             TensorSize("dy, all-reduced", rows, cfg.dim, dtype),
@@ -998,7 +1017,7 @@ def loss_tensors(plan) -> list[TensorSize]:
 
 def largest_trained_matrix(plan):
     """Return the elements of a rank's largest matrix that is not frozen."""
-    trained = [matrix for matrix, share in zip(plan.matrices, plan.trained_shares) if share]
+    trained = plan.trained_matrices
     if plan.trained_vocab_matrices:
         trained.append(plan.vocab_matrix)
     return max(map(math.prod, trained), default=0)
@@ -1049,9 +1068,8 @@ def weight_buffer_bytes(plan: Plan) -> dict[str, float]:
     # several contributions to a gradient, of token chunks or of a tied matrix's two uses, are
     # summed in accum_dtype. If a rank keeps whole gradients (g = 1) over several micro-batches, it
     # sums into these. Otherwise it sums into a buffer
-    trained = [matrix for matrix, share in zip(plan.matrices, plan.trained_shares) if share]
     trained_vocab_elements = plan.trained_vocab_matrices * math.prod(plan.vocab_matrix)
-    trained_layer_elements = 2 * sum(map(math.prod, trained))
+    trained_layer_elements = 2 * sum(map(math.prod, plan.trained_matrices))
 
     def grad_buffer_bytes(elements, adds_up):
         sums_in_buffer = adds_up and plan.grad_bytes != plan.accum_bytes
@@ -1068,9 +1086,7 @@ def streaming_buffer_bytes(plan: Plan) -> float:
     """Return the bytes of the buffers through which optimizer states stream from the host and back
     (optim.HostStates). If the host stores only the rest of the master weights, one more buffer
     holds the joined master weights of a piece."""
-    f = plan.factors
-    shards = f.p if plan.os_layout == "inter" else f.os
-    elements = largest_trained_matrix(plan) / shards
+    elements = largest_trained_matrix(plan) / plan.parts_of_matrix
     if not OPTIMIZERS[plan.optimizer].whole:  # it updates a matrix in pieces
         elements = min(elements, PIECE_ELEMENTS)
     stored = OPTIMIZERS[plan.optimizer].stored_dtypes(plan.dtype, plan.os_place)
@@ -1370,35 +1386,39 @@ def kernel_seconds(est: Estimator, plan: Plan) -> KernelSeconds:
     )
 
 
-def layer_seconds(est: Estimator, plan: Plan) -> LayerSeconds:
-    """Return the seconds of model.Block, whole or in token chunks."""
+def product_seconds(est: Estimator, plan: Plan, kind: str) -> list[float]:
+    """Return the seconds of a layer's products of a kind, one number per matrix, in the order of
+    use. kind: one of hardware.PRODUCTS."""
+    seconds = []
+    for matrix, in_float8 in zip(plan.matrices, plan.in_float8):
+        kinds = (f"fp8_{kind}" if in_float8 else kind,)
+        taken = plan.chunks * est.products(kinds, plan.tokens / plan.chunks, *matrix)
+        if in_float8:
+            taken += cast_seconds(est, plan, matrix, kind)
+        seconds.append(taken)
+    return seconds
 
-    def products(kind):
-        """Return the seconds of each matrix's products of a kind, in the order of use."""
-        seconds = []
-        for matrix, in_float8 in zip(plan.matrices, plan.in_float8):
-            kinds = (f"fp8_{kind}" if in_float8 else kind,)
-            taken = plan.chunks * est.products(kinds, plan.tokens / plan.chunks, *matrix)
-            if in_float8:
-                taken += cast_seconds(est, plan, matrix, kind)
-            seconds.append(taken)
-        return seconds
 
-    # a weight's gradient that is the sum of several products is accumulated in float32, unless
-    # grad_sums is "dtype" and the summands are whole gradients of micro-batches
+def weight_grad_kind(plan: Plan) -> str:
+    """Return which of hardware.PRODUCTS computes the gradients of a layer's weights.
+
+    A gradient that is the sum of several products is accumulated in float32, unless grad_sums is
+    "dtype" and the summands are whole gradients of micro-batches.
+    """
     sums_chunks = plan.chunks > 1
     sums_micro_batches = plan.sums_wide and plan.factors.g == 1
-    if sums_chunks or sums_micro_batches:
-        weight_grad = "weight_grad_sum"
-    else:
-        weight_grad = "weight_grad"
+    return "weight_grad_sum" if sums_chunks or sums_micro_batches else "weight_grad"
+
+
+def layer_seconds(est: Estimator, plan: Plan) -> LayerSeconds:
+    """Return the seconds of model.Block, whole or in token chunks."""
     # model.Block uses its first matrix (qkv) in block.pre and its last one (down) last. A fork's
     # other matrices, such as adapters of qkv, are counted as if block.post used them
-    first, *later = products("forward")
+    first, *later = product_seconds(est, plan, "forward")
+    input_grads = product_seconds(est, plan, "input_grad")
+    weight_grads = product_seconds(est, plan, weight_grad_kind(plan))
     backward = []  # of each matrix; a frozen one has no gradient of its own
-    for of_input, of_weight, share in zip(
-        products("input_grad"), products(weight_grad), plan.trained_shares
-    ):
+    for of_input, of_weight, share in zip(input_grads, weight_grads, plan.trained_shares):
         backward.append(of_input + share * of_weight)
     *earlier, last = backward
 
@@ -1759,14 +1779,19 @@ def exposed_seconds(est, plan, compute, traffic, last_matrix=math.inf):
     yield "slowed by communication", slowed
 
 
-def traffic_seconds(est, plan, forward, backward, last_matrix):
-    """Return the seconds by name that model states add to a step: exposed communication, and what
-    the GPU does for gradients and the update.
+class CommunicationPass(NamedTuple):
+    """Passes of a step that have the same communication of model states."""
 
-    forward, backward: seconds of a micro-batch through all layers of a stage. last_matrix:
-    LayerSeconds.last_matrix of all these layers together.
+    times: int  # how many such passes a step has
+    compute: float  # seconds of one of them
+    traffic: dict[str, float]  # seconds of communication by stream
+    last_matrix: float = math.inf  # of backward: LayerSeconds.last_matrix of all layers together
 
-    The passes of a step, and the communication that overlaps with each:
+
+def communication_passes(est, plan, forward, backward, last_backward, last_matrix):
+    """Return the passes of a step, and the communication that overlaps with each.
+
+    forward, backward, last_backward: seconds of a pass through all layers of a stage.
 
         outside of all passes    weights, gradients and broadcasts of one vocabulary matrix and of
                                  one layer: all exposed
@@ -1784,11 +1809,6 @@ def traffic_seconds(est, plan, forward, backward, last_matrix):
         *((layers - 1) * per_layer + (plan.num_vocab_matrices - 1) * per_vocab_matrix)
     )
 
-    sums, casts, update = local_seconds(est, plan)
-    if outside.grad_reduce == 0:  # no sum over replicas, so nothing is cast for it
-        casts = 0.0
-    backward += sums
-
     outside_passes = {
         "param_gather": outside.param_gather,
         "grad_scatter": outside.grad_scatter,
@@ -1803,31 +1823,47 @@ def traffic_seconds(est, plan, forward, backward, last_matrix):
     # buffers (the docstring of shard.py)
     gathers = {"param_gather": max(0, layers - 2) * UnitSeconds(*per_layer).param_gather}
     # after an earlier micro-batch comes another pass, so all of its gradients overlap
-    early_backward = gathers | {
+    early_scatters = gathers | {
         "grad_scatter": hidden.early_grad_scatter + outside.early_grad_scatter
     }
-    last_backward = gathers | {
+    last_reductions = gathers | {
         "grad_scatter": hidden.grad_scatter,
         "grad_reduce": hidden.grad_reduce,
     }
-    passes = [  # (number of passes, seconds of computation, of communication, of the last matrix)
-        (1, 0.0, outside_passes, math.inf),
-        (1, forward, first_forward, math.inf),
-        (count - 1, forward, gathers, math.inf),
-        (count - 1, backward, early_backward, last_matrix),
-        (1, backward + casts, last_backward, last_matrix),
+    return [
+        CommunicationPass(1, 0.0, outside_passes),
+        CommunicationPass(1, forward, first_forward),
+        CommunicationPass(count - 1, forward, gathers),
+        CommunicationPass(count - 1, backward, early_scatters, last_matrix),
+        CommunicationPass(1, last_backward, last_reductions, last_matrix),
     ]
 
+
+def traffic_seconds(est, plan, forward, backward, last_matrix):
+    """Return the seconds by name that model states add to a step: exposed communication, and what
+    the GPU does for gradients and the update.
+
+    forward, backward: seconds of a micro-batch through all layers of a stage. last_matrix:
+    LayerSeconds.last_matrix of all these layers together.
+    """
+    sums, casts, update = local_seconds(est, plan)
+    passes = communication_passes(
+        est, plan, forward, backward + sums, backward + sums + casts, last_matrix
+    )
+
     # optimizer states stream under the first forward
-    streaming = layers * count * streaming_seconds(est, plan)
+    count = plan.micro_batches
+    streaming = plan.stage_layers * count * streaming_seconds(est, plan)
     if "host_update" in plan.overlap:
         streaming = max(0.0, streaming - forward)
     total = Counter(
         {"gradient sums": count * sums + casts, "optimizer": update, "host_update": streaming}
     )
-    for times, compute, traffic, last in passes:
-        for name, seconds in exposed_seconds(est, plan, compute, traffic, last):
-            total[name] += times * seconds
+    for each in passes:
+        for name, seconds in exposed_seconds(
+            est, plan, each.compute, each.traffic, each.last_matrix
+        ):
+            total[name] += each.times * seconds
     return total
 
 
@@ -1851,8 +1887,8 @@ def local_seconds(est, plan):
     """Return (sums, casts, update), the seconds of a GPU's own work on gradients and the update.
 
     sums: to add a micro-batch's gradients to those that the GPU keeps. casts: to cast the
-    accumulated gradients to the dtype in which they travel, and back. update: to take the norm of
-    the gradients and to update parameters.
+    accumulated gradients to the dtype in which they travel, and back, if a sum over replicas sends
+    them. update: to take the norm of the gradients and to update parameters.
     """
     f, e = plan.factors, plan.dtype.itemsize
     params = plan.trained_params
@@ -1872,7 +1908,11 @@ def local_seconds(est, plan):
         elif plan.sums_vocab_grads:  # only a tied matrix's gradient is a sum
             share = math.prod(plan.vocab_matrix) / params
             sums += share * moved_bytes(CAST_SUM, nbytes)
-    if plan.grad_bytes != e:
+    sums_replicas = any(
+        row.stream == "grad_reduce" and row.in_last and row.ranks > row.inner
+        for row in plan.collectives
+    )
+    if plan.grad_bytes != e and sums_replicas:
         casts = moved_bytes(CAST_SUMS, nbytes)
 
     bytes_per_param = update_bytes(plan.dtype, OPTIMIZERS[plan.optimizer], plan.os_place)
@@ -2036,8 +2076,7 @@ def step_seconds(est: Estimator, plan: Plan, states: bool = True) -> dict[str, f
             seconds["stage messages"] = exposed_messages(plan) * message
         if plan.pp > 1 and plan.model.tied and plan.counts.trains_head:
             # at the end of a step, the owners in the first and in the last stage sum its gradients
-            shards = plan.factors.p if plan.os_layout == "inter" else plan.factors.os
-            owned = math.prod(plan.vocab_matrix) / shards
+            owned = math.prod(plan.vocab_matrix) / plan.parts_of_matrix
             seconds["tied gradients"] = est.collective(
                 "all_reduce", plan.grad_bytes * owned, two_stages
             )

@@ -33,6 +33,7 @@ import platform
 import re
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -197,26 +198,35 @@ def scaled(
 
 WITHOUT_FLOAT8 = r"A100|A800"  # GPUs whose tensor cores cannot multiply float8
 
-# Data sheets, by a pattern of PyTorch's device name. The first pattern that matches counts. If a
-# GPU has no profile, the ratios between its row and the H200's row scale the H200's profile.
-# Columns: dense bf16 FLOP/s; bytes/s of memory; bytes/s of NVLink and of PCIe, in one direction;
-# GiB of memory, as PyTorch reports it
+
+class Sheet(NamedTuple):
+    """A GPU's data sheet."""
+
+    flops: float  # dense bf16 FLOP/s
+    memory: float  # bytes/s of memory
+    nvlink: float  # bytes/s in one direction
+    pcie: float  # bytes/s in one direction
+    gib: float  # of memory, as PyTorch reports it
+
+
+# By a pattern of PyTorch's device name. The first pattern that matches counts. If a GPU has no
+# profile, the ratios between its row and the H200's row scale the H200's profile
 SHEETS = {
-    r"A100.*40GB": (312e12, 1.555e12, 300e9, 32e9, 39.4),
-    r"A800": (312e12, 2.039e12, 200e9, 32e9, 79.2),
-    r"A100": (312e12, 2.039e12, 300e9, 32e9, 79.2),
-    r"H100 PCIe": (756e12, 2.0e12, 64e9, 64e9, 79.2),
-    r"H100 NVL": (835e12, 3.9e12, 300e9, 64e9, 93.1),
-    r"H200 NVL": (835e12, 4.8e12, 450e9, 64e9, 139.8),
-    r"H800": (989.4e12, 3.35e12, 200e9, 64e9, 79.2),
-    r"H100": (989.4e12, 3.35e12, 450e9, 64e9, 79.2),
-    r"H200": (989.4e12, 4.8e12, 450e9, 64e9, 139.8),
-    r"B200": (2250e12, 7.7e12, 900e9, 64e9, 178.4),
+    r"A100.*40GB": Sheet(312e12, 1.555e12, 300e9, 32e9, 39.4),
+    r"A800": Sheet(312e12, 2.039e12, 200e9, 32e9, 79.2),
+    r"A100": Sheet(312e12, 2.039e12, 300e9, 32e9, 79.2),
+    r"H100 PCIe": Sheet(756e12, 2.0e12, 64e9, 64e9, 79.2),
+    r"H100 NVL": Sheet(835e12, 3.9e12, 300e9, 64e9, 93.1),
+    r"H200 NVL": Sheet(835e12, 4.8e12, 450e9, 64e9, 139.8),
+    r"H800": Sheet(989.4e12, 3.35e12, 200e9, 64e9, 79.2),
+    r"H100": Sheet(989.4e12, 3.35e12, 450e9, 64e9, 79.2),
+    r"H200": Sheet(989.4e12, 4.8e12, 450e9, 64e9, 139.8),
+    r"B200": Sheet(2250e12, 7.7e12, 900e9, 64e9, 178.4),
 }
 BASE = "NVIDIA H200"  # profiles of other GPUs are scaled from its profile
 
 
-def find_sheet(device_name: str) -> tuple[float, ...] | None:
+def find_sheet(device_name: str) -> Sheet | None:
     """Return a device's row of SHEETS, or None."""
     for name, sheet in SHEETS.items():
         if re.search(rf"\b({name})\b", device_name, re.IGNORECASE):
@@ -228,7 +238,7 @@ def peak_flops(device_name: str) -> float | None:
     """Return the dense bf16 FLOP/s of a device, or None if it is not in SHEETS. (MFU is then
     unknown.)"""
     sheet = find_sheet(device_name)
-    return sheet[0] if sheet else None
+    return sheet.flops if sheet else None
 
 
 def profile_files() -> dict[str, Path]:
@@ -273,7 +283,18 @@ def load_profile(name: str, per_node: int | None = None) -> Profile:
 def check_profile(profile: Profile) -> None:
     """Raise ValueError or KeyError unless all rates are there and positive, and the points of each
     table are sorted by size."""
-    tables = []  # (name, numbers per point, points)
+    for name, size, points in tables_of(profile):
+        valid = all(len(point) == size and all(map(is_positive, point)) for point in points)
+        if not points or not valid:
+            raise ValueError(f"{name} {points}: give {size} positive numbers per point")
+        if points != sorted(points):
+            raise ValueError(f"{name} {points}: the points must be in ascending order")
+
+
+def tables_of(profile: Profile) -> list[tuple[str, int, Points]]:
+    """Return (name, numbers per point, points) of each table of a profile. A single number is a
+    table of one point. Raises ValueError or KeyError if a table is missing."""
+    tables = []
     for name in "per_node gpu_bytes host_bytes memory optimizer to_host state_streaming".split():
         tables.append((name, 1, [[getattr(profile, name)]]))
     if profile.casts is not None:
@@ -301,13 +322,7 @@ def check_profile(profile: Profile) -> None:
     tables += [(f"overlap {kind}", 2, [profile.overlap[kind]]) for kind in OVERLAPS]
     for op in COLLECTIVES:
         tables += [(f"{op} {mesh}", 2, points) for mesh, points in profile.collectives[op].items()]
-
-    for name, size, points in tables:
-        valid = all(len(point) == size and all(map(is_positive, point)) for point in points)
-        if not points or not valid:
-            raise ValueError(f"{name} {points}: give {size} positive numbers per point")
-        if points != sorted(points):
-            raise ValueError(f"{name} {points}: the points must be in ascending order")
+    return tables
 
 
 def is_positive(x) -> bool:
@@ -364,18 +379,20 @@ def scale_by_data_sheet(device_name, per_node):
         sheet = base_sheet
         how = "as an H200, since it has no data sheet here"
 
-    *ratios, _ = np.divide(sheet, base_sheet).tolist()  # of FLOP/s, memory, NVLink, PCIe
-    gib = sheet[-1]
+    ratios = Sheet(*np.divide(sheet, base_sheet).tolist())
     if re.search(WITHOUT_FLOAT8, device_name, re.IGNORECASE):
         products = {kind: base.products[kind] for kind in PRODUCTS}
         base = replace(base, products=products)
     return scaled(
         base,
         f"{device_name} {how}",
-        *ratios,
+        flops=ratios.flops,
+        memory=ratios.memory,
+        network=ratios.nvlink,
+        host=ratios.pcie,
         device=device_name,
         peak_flops=peak_flops(device_name),
-        gpu_bytes=gib * 2**30,
+        gpu_bytes=sheet.gib * 2**30,
         sources={"all": f"{base.name}'s, by the ratios of the data sheets"},
     )
 

@@ -58,7 +58,7 @@ from shard import States
 from streams import HOST_BYTES, CommStream
 
 
-def layer_seconds(
+def predicted_layer_seconds(
     profile: Profile, model: ModelConfig, dtype: torch.dtype, tokens: int, kernel: str = "auto"
 ) -> float:
     """Return the seconds that costs.py counts for a layer's forward and backward.
@@ -241,9 +241,9 @@ class Machine:
         """
         cfg, run = self.make_layers()
         layer = cfg, self.dtype, self.layer_size, self.kernels[0]
-        products = layer_seconds(profile, *layer)  # seconds of products and attention
+        products = predicted_layer_seconds(profile, *layer)  # seconds of products and attention
         # at 1 byte per second, a layer's element-wise seconds are its element-wise bytes
-        moved = layer_seconds(replace(profile, memory=1.0), *layer) - products
+        moved = predicted_layer_seconds(replace(profile, memory=1.0), *layer) - products
         seconds = self.time(run) / cfg.layers
         elementwise = max(seconds - products, seconds / 100)  # positive in spite of timing noise
         return moved / elementwise

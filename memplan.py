@@ -374,12 +374,15 @@ PlanLevel = Callable[[np.ndarray, float], AddressPlan]  # of rows and a deadline
 
 
 def plan_exactly(rows: np.ndarray, deadline: float) -> AddressPlan:
-    """Return the better plan of a first fit and of the integer program.
+    """Return the better plan of a first fit and of the integer program."""
+    return improve(best_first_fit(rows, deadline), rows, deadline)
 
-    The program does not run if the first fit meets the lower bound, or if there are more than
-    MAX_PAIRS pairs. It runs until the deadline at most."""
-    plan = best_first_fit(rows, deadline)
 
+def improve(plan: AddressPlan, rows: np.ndarray, deadline: float) -> AddressPlan:
+    """Return the better one of a plan and of the integer program's plan.
+
+    The program does not run if the plan meets the lower bound, or if there are more than MAX_PAIRS
+    pairs. It runs until the deadline at most."""
     # pairs of buffers that are alive together: all pairs, less the pairs in which one buffer is
     # dead when the other one is born
     start, end, _ = rows.T
@@ -410,6 +413,9 @@ def assume_bound_is_met(rows: np.ndarray, deadline: float) -> AddressPlan:
 def solve(buffers: list[Lifetime], time_limit: float = 60.0) -> AddressPlan:
     """Return the plan with the lower peak of two: a first fit of all buffers, and two levels.
 
+    If no buffer belongs to a pass, there is only one level. Its plan is the first fit, or the
+    integer program's if that is better.
+
     time_limit: seconds. The integer program runs only if two levels could win. So their plan is
     first made as if each level met its lower bound. If even this peak is not below that of the
     first fit of all buffers, the program cannot help."""
@@ -419,6 +425,11 @@ def solve(buffers: list[Lifetime], time_limit: float = 60.0) -> AddressPlan:
     passes = [b.in_pass for b in buffers]
 
     fitted = best_first_fit(rows, deadline)
+    if not any(passes):
+        plan = improve(fitted, rows, deadline)
+        rejected = fitted if plan is not fitted else None
+        return replace(plan, seconds=time.monotonic() - begin, rejected=rejected)
+
     at_best = two_levels(rows, passes, deadline, assume_bound_is_met)
     plan_level = plan_exactly if at_best.peak < fitted.peak else best_first_fit
     by_levels = two_levels(rows, passes, deadline, plan_level)
@@ -441,18 +452,16 @@ def two_levels(
         level 2    blocks and the remaining buffers, at offsets in the arena
 
     passes: for each buffer the name of its pass, or "". Passes whose buffers have the same sizes
-    and overlap in the same way are planned once, even if they begin at different times. Without
-    passes, all buffers are planned as one level.
+    and overlap in the same way are planned once, even if they begin at different times. There is at
+    least one pass.
 
-    With passes, the plan's lower bound is 0 (unknown). The lower bound of level 2 does not hold for
-    the step, because it counts whole blocks. `solve` gets the step's bound from the first fit."""
+    The plan's lower bound is 0 (unknown). The lower bound of level 2 does not hold for the step,
+    because it counts whole blocks. `solve` gets the step's bound from the first fit."""
     start, end, _ = rows.T
     members = defaultdict(list)  # the buffers of each pass
     for i, name in enumerate(passes):
         members[name].append(i)
     outer = members.pop("", [])
-    if not members:
-        return plan_level(rows, deadline)
 
     plans = {}  # by the rows of a pass, in sections
     inner = []  # the plan of each pass
@@ -515,7 +524,7 @@ def write_plan(path: str, ids: Iterable, buffers: list[Lifetime], offsets: Itera
             out.writerow([number, *buffer, offset])
 
 
-def draw(path: str, buffers: list[Lifetime], plan: AddressPlan, title: str = "") -> None:
+def draw(path: str, buffers: list[Lifetime], plan: AddressPlan) -> None:
     """Write a PNG file of addresses over time: one rectangle per buffer, lighter if larger."""
     from matplotlib import colormaps
     from matplotlib.colors import Normalize
@@ -537,7 +546,7 @@ def draw(path: str, buffers: list[Lifetime], plan: AddressPlan, title: str = "")
     )
     ax.axhline(plan.lower_bound / 2**30, color="red", linewidth=0.8, label="lower bound")
     ax.set(xlabel="requests and releases, in order", ylabel="address, GiB")
-    title += f"{len(buffers):,} buffers, peak {plan.peak / 2**30:.2f} GiB; lighter: larger"
+    title = f"{len(buffers):,} buffers, peak {plan.peak / 2**30:.2f} GiB; lighter: larger"
     ax.set_title(title, fontsize=10)
     ax.legend()
     figure.savefig(path, dpi=150, format="png", metadata={"Software": None})

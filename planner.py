@@ -91,6 +91,8 @@ import torch
 from attention import KERNELS, head_group_counts
 from costs import (
     Estimator,
+    LayerBytes,
+    LayerSeconds,
     Plan,
     activation_gpu_bytes,
     activation_host_bytes,
@@ -249,6 +251,11 @@ def check_values(program) -> None:
             raise ValueError(f"{flag_name(name)} {value}: choose one of {', '.join(among)}")
         if type(value) in (int, float) and not low <= value <= high:  # rejects NaN, too
             raise ValueError(f"{flag_name(name)} {value}: choose a value from {low} to {high}")
+    if program.memplan == "on" and program.document_token not in (None, -1):
+        raise ValueError(
+            "--memplan on cannot plan steps with documents, because the tensors of a step differ "
+            "with each batch's documents. Pass --memplan off, or --document-token -1"
+        )
     by_hand = [
         flag_name(name)
         for name in ("alpha", "resident_layers", "chunk")
@@ -429,6 +436,39 @@ GPU_SHARE = 0.95
 
 # ---------------------------------------------------------------------------- activations
 
+# Which activations do layers keep, swap or recompute? Memo (section 4.1) swaps as much as its two
+# constraints allow. All but two layers are swapped. S_input are the bytes of a layer's x, S_attn
+# those of o, S_others those of all its other activations. T_layer is the seconds of its forward,
+# and M_CPU the bytes of host memory:
+#
+#     max alpha:  (S_input + S_attn + alpha * S_others) / bandwidth <= T_layer
+#                 (n - 2) * (S_input + S_attn + alpha * S_others)   <= M_CPU
+#
+# Here k, the number of resident layers, is a choice, too, and GPU memory is a third constraint.
+# Copies may also take longer than one layer's forward, if the lag allows it (costs.most_lag). So
+# the first constraint becomes: layers wait no longer than for the copies of x and o, which is
+# usually 0 s (costs.copy_waits). If x and o do not fit, layers drop them: only one layer in m keeps
+# x, and X layers drop o. For each candidate (k, m, X), the plan swaps as many chunks as all three
+# constraints allow. Then the resident layers keep as many chunks as have room. The candidate that
+# loses the least time wins.
+#
+# Example: 4 layers of 4 chunks. x and o take 1 GiB each, a chunk of S_others 2 GiB. A layer's
+# forward takes 1 s, its recomputation 0.3 s. The link to the host carries 5 GiB/s. The GPU has 24
+# GiB, the host 12 GiB. The candidate k = 2 (m = 1, X = 0) swaps x and o of 2 layers:
+#
+#     GPU          x and o of 2 resident layers and of 2 rounding buffers take 8 GiB, so 16 GiB are
+#                  left for chunks. In forward, the 2 buffers and the 2 layers that run and are
+#                  copied hold c chunks each: 4 c * 2 GiB <= 16 GiB, so c = 2 chunks per swapped
+#                  layer, 4 of two layers
+#     host         x and o take 4 GiB, the other 8 GiB hold 4 chunks
+#     bandwidth    1 s of a layer's forward hides 5 GiB: x, o and 1 chunk, so 2 of two layers
+#     swap         min(4, 4, 2) = 2 chunks, alpha = 1/4
+#     keep         16 GiB hold 8 chunks, less 2 buffers of 1 chunk: 6 chunks
+#     lost         16 - 2 - 6 = 8 chunks are recomputed: 8/4 * 0.3 s = 0.6 s
+#
+# k = 4 needs no rounding buffer, keeps 8 chunks and loses 0.6 s, too, and swaps nothing, so k = 4
+# wins.
+
 
 class TooLarge(ValueError):
     """No legal plan fits memory."""
@@ -437,35 +477,30 @@ class TooLarge(ValueError):
 MOST_STRIDE = 8  # largest m that is tried. Backward recomputes m - 1 inputs of a group at once
 
 
-def whole_chunks(number):
-    """Round down to a whole number of chunks. 1e-9 is added because float arithmetic may give
-    2.9999999 for 3."""
-    return np.floor(number + 1e-9)
+@dataclass(frozen=True)
+class Candidates:
+    """Candidates for an activation plan: arrays with one entry per candidate. (The module docstring
+    explains the letters.)"""
+
+    k: np.ndarray  # resident layers
+    stride: np.ndarray  # m
+    dropped_outputs: np.ndarray  # X
+    saves_chunks: np.ndarray  # whether the candidate may keep and swap chunks
+    gpu_bytes: np.ndarray  # that the candidate needs if it keeps and swaps no chunk
+    host_bytes: np.ndarray  # the same
+
+    def __getitem__(self, indices) -> "Candidates":
+        return Candidates(*(getattr(self, f.name)[indices] for f in fields(self)))
 
 
 @functools.lru_cache(maxsize=8)
-def least_bytes_of_candidates(n, layer, resident, must_swap):
-    """Return the GPU bytes and the host bytes that each of `activation_candidates` needs if it
-    keeps and swaps no chunk. They are cached, because many plans differ only in model states."""
-    stride, swapped_layers, dropped_outputs, _ = activation_candidates(n, resident, must_swap)
-    plans = ActivationPlan(
-        layers=n,
-        chunks=1,
-        resident=n - swapped_layers,
-        layers_recomputing_attention=dropped_outputs,
-        stride=stride,
-    )
-    return activation_gpu_bytes(plans, layer), activation_host_bytes(plans, layer)
+def activation_candidates(n, layer, resident, must_swap) -> Candidates:
+    """Return the candidates for an activation plan of n layers. They are cached, because many plans
+    differ only in model states.
 
-
-@functools.cache
-def activation_candidates(n, resident, must_swap):
-    """Return four arrays with one entry per candidate for an activation plan of n layers: m, the
-    number n - k of swapped layers, X, and whether the candidate may keep and swap chunks. (The
-    module docstring explains these letters.)
-
-    resident: k, if it is set by hand. must_swap: whether at least one chunk has to be swapped. At
-    least two layers are resident, because the lag is at least 2 (offload.py).
+    layer: from costs.skeletal_bytes. resident: k, if it is set by hand. must_swap: whether at least
+    one chunk has to be swapped. At least two layers are resident, because the lag is at least 2
+    (offload.py).
     """
     stride, swapped_layers, dropped_outputs = np.mgrid[
         1 : MOST_STRIDE + 1, : max(1, n - 1), : n + 1
@@ -479,7 +514,25 @@ def activation_candidates(n, resident, must_swap):
         legal &= saves_chunks & (swapped_layers > 0)
     if resident:
         legal &= n - swapped_layers == resident
-    return [each[legal] for each in (stride, swapped_layers, dropped_outputs, saves_chunks)]
+
+    k, stride, dropped_outputs = (n - swapped_layers)[legal], stride[legal], dropped_outputs[legal]
+    without_chunks = ActivationPlan(
+        n, 1, resident=k, layers_recomputing_attention=dropped_outputs, stride=stride
+    )
+    return Candidates(
+        k,
+        stride,
+        dropped_outputs,
+        saves_chunks[legal],
+        gpu_bytes=activation_gpu_bytes(without_chunks, layer),
+        host_bytes=activation_host_bytes(without_chunks, layer),
+    )
+
+
+def whole_chunks(number):
+    """Round down to a whole number of chunks. 1e-9 is added because float arithmetic may give
+    2.9999999 for 3."""
+    return np.floor(number + 1e-9)
 
 
 def largest(holds, most):
@@ -497,133 +550,120 @@ def largest(holds, most):
     return least
 
 
-def chunks_in_rounding_buffers(layer, chunks, k, room):
-    """Return how many chunks c of a layer fit the rounding buffers, for arrays of candidates.
+@dataclass(frozen=True)
+class ActivationProgram:
+    """The problem that plan_activations solves: layers, and the limits of memory and bandwidth."""
 
-    layer, chunks: as in plan_activations. k: resident layers. room: GPU bytes that are left beside
-    what a candidate needs without any chunk.
+    n: int  # layers that backward reaches
+    layer: LayerBytes  # bytes (x, o with its log-sum-exp, S_others) of a layer: skeletal_bytes
+    s: LayerSeconds  # seconds of a layer
+    chunks: int  # chunks of tokens per layer
+    bandwidth: float  # bytes per second to the host, while all GPUs copy
+    gpu: float  # bytes that a rank can give to activations
+    host: float  # the same, of host memory
+    busy: float  # seconds of a layer's forward in which the link to the host has other copies
 
-    In backward the two rounding buffers hold c chunks each. In forward the buffers take as much.
-    Two swapped layers also hold c chunks each: the one that runs, and the one before it, whose
-    copies to the host may still run. But `room` leaves out x and o of all k resident layers. These
-    have not run yet, and the GPU holds x and o of only the two swapped layers. So
-    (k - 2) (x + attn) are free:
+    @property
+    def chunk_bytes(self) -> float:
+        """Return the bytes of S_others of one chunk."""
+        *_, others = self.layer
+        return others / self.chunks
 
-        backward    2 c chunk_bytes <= room
-        forward     4 c chunk_bytes <= room + (k - 2) (x + attn)
-    """
-    x, attn, others = layer
-    chunk_bytes = others / chunks
-    fit_backward = room / (2 * chunk_bytes)
-    fit_forward = (room + (k - 2) * (x + attn)) / (4 * chunk_bytes)
-    return np.minimum(whole_chunks(np.minimum(fit_backward, fit_forward)), chunks)
+    def most_swapped(self, candidates: Candidates) -> np.ndarray:
+        """Return how many chunks each candidate may swap, as far as memory limits it.
+
+        In backward the two rounding buffers hold c chunks of a layer each. In forward the buffers
+        take as much. Two swapped layers also hold c chunks each: the one that runs, and the one
+        before it, whose copies to the host may still run. `room` is what is left on the GPU beside
+        what a candidate needs without any chunk. But it leaves out x and o of all k resident
+        layers. These have not run yet, and the GPU holds x and o of only the two swapped layers. So
+        (k - 2) (x + attn) are free:
+
+            backward    2 c chunk_bytes <= room
+            forward     4 c chunk_bytes <= room + (k - 2) (x + attn)
+        """
+        x, attn, _ = self.layer
+        room = self.gpu - candidates.gpu_bytes
+        fit_backward = room / (2 * self.chunk_bytes)
+        fit_forward = (room + (candidates.k - 2) * (x + attn)) / (4 * self.chunk_bytes)
+        per_layer = np.minimum(whole_chunks(np.minimum(fit_backward, fit_forward)), self.chunks)
+
+        swapped_layers = self.n - candidates.k
+        fit_gpu = np.where(candidates.saves_chunks, swapped_layers * per_layer, 0)
+        fit_host = whole_chunks((self.host - candidates.host_bytes) / self.chunk_bytes)
+        return np.minimum(fit_host, fit_gpu)
+
+    def plans(self, candidates: Candidates, swapped: np.ndarray) -> ActivationPlan:
+        """Return the candidates' plans as one ActivationPlan of arrays. swapped: how many chunks
+        each of them swaps.
+
+        The resident layers keep as many chunks as have room beside the rounding buffers, and the
+        lag is as large as it may be:
+            kept = room / chunk_bytes - 2 * (chunks of a swapped layer, rounded up)
+        """
+        plans = ActivationPlan(
+            self.n,
+            self.chunks,
+            candidates.k,
+            0,
+            swapped,
+            candidates.dropped_outputs,
+            candidates.stride,
+        )
+        room = self.gpu - candidates.gpu_bytes
+        kept = whole_chunks(room / self.chunk_bytes) - 2 * most_swapped_chunks(plans)
+        may_keep = (room >= 0) & candidates.saves_chunks
+        most_kept = np.where(may_keep, self.chunks * candidates.k, 0)
+        plans = replace(plans, kept_chunks=np.clip(kept, 0, most_kept))
+        return replace(plans, lag=most_lag(plans, self.layer))
+
+    def most_hidden(self, candidates: Candidates, fit_memory: np.ndarray) -> np.ndarray:
+        """Return how many chunks each candidate swaps: as many as fit in memory without making
+        layers wait longer than if it swaps none."""
+        swapped = np.zeros_like(candidates.gpu_bytes)
+        can_swap = np.flatnonzero(fit_memory >= 1)
+        if can_swap.size:
+            able = candidates[can_swap]
+
+            def waits(number):
+                plans = self.plans(able, number)
+                return copy_waits(plans, self.layer, self.s, self.bandwidth, self.busy)
+
+            at_most = waits(swapped[can_swap]) + 1e-12
+            swapped[can_swap] = largest(
+                lambda number: waits(number) <= at_most, fit_memory[can_swap]
+            )
+        return swapped
 
 
 def plan_activations(
     n, layer, s, chunks, bandwidth, gpu, host, resident=None, alpha=None, busy=0.0
-):
+) -> tuple[ActivationPlan, float]:
     """Return the activation plan that loses the least time, and the seconds that it loses.
 
     The seconds are those of one micro-batch through one virtual stage, forward and backward. They
     count what backward recomputes and what compute waits for copies. If nothing fits, return the
     plan that needs the least memory, and inf.
 
-        n            layers that backward reaches
-        layer        bytes (x, o with its log-sum-exp, S_others) of a layer: costs.skeletal_bytes
-        s            seconds of a layer: costs.LayerSeconds
-        chunks       chunks of tokens per layer
-        bandwidth    bytes per second to the host, while all GPUs copy
-        gpu, host    bytes that a rank can give to activations
-        resident     k of --resident-layers; None: any
-        alpha        of --alpha; None: any
-        busy         seconds of a layer's forward in which the link to the host has other copies
-
-    Memo (section 4.1) swaps as much as its two constraints allow. All but two layers are swapped.
-    S_input are the bytes of a layer's x, S_attn those of o, S_others those of all its other
-    activations. T_layer is the seconds of its forward, and M_CPU the bytes of host memory:
-
-        max alpha:  (S_input + S_attn + alpha * S_others) / bandwidth <= T_layer
-                    (n - 2) * (S_input + S_attn + alpha * S_others)   <= M_CPU
-
-    Here k, the number of resident layers, is a choice, too, and GPU memory is a third constraint.
-    Copies may also take longer than one layer's forward, if the lag allows it (costs.most_lag). So
-    the first constraint becomes: layers wait no longer than for the copies of x and o, which is
-    usually 0 s (costs.copy_waits). If x and o do not fit, layers drop them: only one layer in m
-    keeps x, and X layers drop o. For each candidate (k, m, X), the plan swaps as many chunks as all
-    three constraints allow. Then the resident layers keep as many chunks as have room. The
-    candidate that loses the least time wins.
-
-    Example: 4 layers of 4 chunks. x and o take 1 GiB each, a chunk of S_others 2 GiB. A layer's
-    forward takes 1 s, its recomputation 0.3 s. The link to the host carries 5 GiB/s. The GPU has
-    24 GiB, the host 12 GiB. The candidate k = 2 (m = 1, X = 0) swaps x and o of 2 layers:
-
-        GPU          x and o of 2 resident layers and of 2 rounding buffers take 8 GiB, so 16 GiB
-                     are left for chunks. In forward, the 2 buffers and the 2 layers that run and
-                     are copied hold c chunks each: 4 c * 2 GiB <= 16 GiB, so c = 2 chunks per
-                     swapped layer, 4 of two layers
-        host         x and o take 4 GiB, the other 8 GiB hold 4 chunks
-        bandwidth    1 s of a layer's forward hides 5 GiB: x, o and 1 chunk, so 2 of two layers
-        swap         min(4, 4, 2) = 2 chunks, alpha = 1/4
-        keep         16 GiB hold 8 chunks, less 2 buffers of 1 chunk: 6 chunks
-        lost         16 - 2 - 6 = 8 chunks are recomputed: 8/4 * 0.3 s = 0.6 s
-
-    k = 4 needs no rounding buffer, keeps 8 chunks and loses 0.6 s, too, and swaps nothing, so k = 4
-    wins.
+    resident: k of --resident-layers; None: any. alpha: of --alpha; None: any. ActivationProgram
+    explains the other arguments.
     """
-    *_, others_bytes = layer
-    chunk_bytes = others_bytes / chunks  # S_others of one chunk
-
     set_by_hand = alpha is not None or resident is not None
     if not set_by_hand and n * sum(layer) <= gpu:  # every layer keeps everything
         return ActivationPlan(n, chunks, n, n * chunks, 0, 0), 0.0
 
-    # From here on, variables are arrays with one entry per candidate, and so are the fields of
-    # `plans`.
-    must_swap = bool(alpha)
-    stride, swapped_layers, dropped_outputs, saves_chunks = activation_candidates(
-        n, resident, must_swap
-    )
-    k = n - swapped_layers
-    gpu_without_chunks, host_without_chunks = least_bytes_of_candidates(
-        n, layer, resident, must_swap
-    )
+    program = ActivationProgram(n, layer, s, chunks, bandwidth, gpu, host, busy)
+    candidates = activation_candidates(n, layer, resident, must_swap=bool(alpha))
+    swapped_layers = n - candidates.k
+    fit_memory = program.most_swapped(candidates)
 
-    # ---- memory: how many chunks may each candidate swap?
-    room = gpu - gpu_without_chunks
-    fit_buffers = chunks_in_rounding_buffers(layer, chunks, k, room)
-    fit_gpu = np.where(saves_chunks, swapped_layers * fit_buffers, 0)
-    fit_host = whole_chunks((host - host_without_chunks) / chunk_bytes)
-    fit_memory = np.minimum(fit_host, fit_gpu)
-
-    def with_chunks(swapped, of):
-        """Return the plans of the candidates `of` (indices), given how many chunks each one swaps.
-
-        The resident layers keep as many chunks as have room beside the rounding buffers, and the
-        lag is as large as it may be:
-            kept = room / chunk_bytes - 2 * (chunks of a swapped layer, rounded up)
-        """
-        plans = ActivationPlan(n, chunks, k[of], 0, swapped, dropped_outputs[of], stride[of])
-        kept = whole_chunks(room[of] / chunk_bytes) - 2 * most_swapped_chunks(plans)
-        most_kept = np.where((room[of] >= 0) & saves_chunks[of], chunks * k[of], 0)
-        plans = replace(plans, kept_chunks=np.clip(kept, 0, most_kept))
-        return replace(plans, lag=most_lag(plans, layer))
-
-    # ---- bandwidth: swap as many chunks as fit in memory without making layers wait longer than
-    # without them, or as many as alpha asks for
-    swapped = np.zeros_like(room)
-    can_swap = np.flatnonzero(fit_memory >= 1)
-    if alpha is not None:
+    # ---- how many chunks each candidate swaps
+    if alpha is None:
+        swapped = program.most_hidden(candidates, fit_memory)
+    else:
         at_least = 1 if alpha > 0 else 0
         swapped = np.maximum(at_least, np.rint(alpha * chunks * swapped_layers))
-    elif can_swap.size:
-
-        def waits(number):
-            return copy_waits(with_chunks(number, can_swap), layer, s, bandwidth, busy)
-
-        at_most = waits(swapped[can_swap]) + 1e-12
-        hidden = largest(lambda number: waits(number) <= at_most, fit_memory[can_swap])
-        swapped[can_swap] = hidden
-    feasible = (room >= 0) & (swapped <= fit_memory)
+    feasible = (gpu >= candidates.gpu_bytes) & (swapped <= fit_memory)
     if alpha is not None and feasible.any():
         # whole chunks miss alpha by a little: take candidates that miss it by 0.02 at most, or by
         # the least that is possible
@@ -631,12 +671,15 @@ def plan_activations(
         feasible &= missed <= max(0.02, missed[feasible].min())
 
     # ---- the candidate that loses the least time
-    plans = with_chunks(swapped, np.arange(len(k)))
+    plans = program.plans(candidates, swapped)
     recomputed_s, waited_s = lost_seconds(plans, layer, s, bandwidth, busy)
     lost = np.where(feasible, recomputed_s + waited_s, np.inf)
     best = np.argmin(lost)  # on a tie the first: the smallest m, then the fewest swapped layers
     if lost[best] == np.inf:  # nothing fits: what fits the host comes first, then the least bytes
-        best, *_ = np.lexsort((gpu_without_chunks, host_without_chunks > max(0.0, host)))
+        beyond_host = candidates.host_bytes > max(0.0, host)
+        best, *_ = np.lexsort((candidates.gpu_bytes, beyond_host))
+
+    k, stride, dropped_outputs = candidates.k, candidates.stride, candidates.dropped_outputs
     chosen = (k, plans.kept_chunks, swapped, dropped_outputs, stride, plans.lag)
     return ActivationPlan(n, chunks, *(int(each[best]) for each in chosen)), float(lost[best])
 
@@ -695,12 +738,6 @@ def tensor_parallel_choices(c, plan, exhaustive=False):
         raise ValueError(
             "--tp-mode fsp: it gathers a prologue's result, which --products fp8 casts in the same "
             "kernel. Nearest legal choice: --tp-mode msp"
-        )
-
-    if c.products == "fp8" and not any(plan.in_float8):
-        raise ValueError(
-            "--products fp8: no matrix of the layers has rows and columns that are multiples of "
-            f"{MULTIPLE}, so nothing would run in float8. Nearest legal choice: --products dtype"
         )
 
     def why_not(tp):
@@ -905,9 +942,10 @@ def head_group_choices(c, plan, exhaustive=False):
         return within[-1] if within else legal[0]
 
     few, many = (4, 16) if ranks > 1 else (1, 8)
-    if plan.tokens <= 2**16:
-        many = few
-    return [most_within(limit) for limit in {few, many}]
+    usual = [most_within(few)]
+    if plan.tokens > 2**16 and most_within(many) not in usual:
+        usual.append(most_within(many))
+    return usual
 
 
 REASONS["activations"] = "fits, and loses the least time; on a tie the fewest chunks"
@@ -1024,6 +1062,7 @@ LEAST_FLOAT8_GAIN = 0.03  # below it, a plan says that --products fp8 gives litt
 LEAST_GRAPH_GAIN = 0.01  # from it on, a plan says what --memplan on gives
 TIE = 0.002  # plans whose times differ by less than this share tie
 PRUNE_FACTOR = 1.3  # a plan that takes this many times as long as the best one is not looked at
+NEVER = {"never": math.inf}  # the seconds of a plan that does not fit
 
 token_s = operator.attrgetter("token_s")
 parallelism = operator.attrgetter("tp", "pp", "sp")  # the best plan of each is printed
@@ -1253,8 +1292,9 @@ def with_room(c, shape, plans, hardware):
     activations = shape.memory["activations"]
     if shape.recompute == "auto" and c.recompute == "auto":
         n, layer = shape.reached_layers, skeletal_bytes(shape)
-        needed, _ = least_bytes_of_candidates(n, layer, c.resident_layers, bool(c.alpha))
-        activations = min(activations, shape.passes_in_flight * needed.min())
+        candidates = activation_candidates(n, layer, c.resident_layers, bool(c.alpha))
+        needed = shape.passes_in_flight * candidates.gpu_bytes.min()
+        activations = min(activations, needed)
 
     without_states = activations + sum(shape.memory[name] for name in ("messages", "working"))
     may_fit = []
@@ -1305,6 +1345,11 @@ def shapes(c, model, hardware, exhaustive=False):
         overlap=c.overlaps,
         tp_mode=c.tp_mode,
     )
+    if c.products == "fp8" and not any(start.in_float8):
+        raise ValueError(
+            "--products fp8: no matrix of the layers has rows and columns that are multiples of "
+            f"{MULTIPLE}, so nothing would run in float8. Nearest legal choice: --products dtype"
+        )
     # the search compares shapes by lower bounds of their seconds. So a shape has the faster choice
     # here, which is to keep casts
     found = choose(c, [start], SHAPE, exhaustive)
@@ -1369,7 +1414,9 @@ def best_case(c, shape, hardware, least_bytes):
         plans = choose(c, [shape], [state_choices])
         least_bytes[key] = min(sum(memory_of_states(plan)[0].values()) for plan in plans)
     saved = sum(memory_of_states(shape)[0].values()) - least_bytes[key]
-    return fit(c, shape, hardware, saved)
+    shape, fits = with_activations(c, shape, hardware, saved)
+    seconds = step_seconds(hardware.est, shape, states=False) if fits else NEVER
+    return replace(shape, seconds=seconds)
 
 
 def worst_ratio(plan, hardware):
@@ -1379,10 +1426,19 @@ def worst_ratio(plan, hardware):
     return max(host, plan.gpu_bytes / hardware.gpu_budget)
 
 
-def fit(c, plan, hardware, saved=None):
+def fit(c, plan, hardware):
     """Return the plan with its activation plan, its bytes and its seconds, which are infinite if it
-    does not fit. saved: only from best_case, the GPU bytes that the smallest legal states would
-    save. They are subtracted, and the seconds are then without states."""
+    does not fit."""
+    plan, fits = with_activations(c, plan, hardware)
+    seconds = step_seconds(hardware.est, plan) if fits else NEVER
+    return replace(plan, seconds=seconds)
+
+
+def with_activations(c, plan, hardware, saved=0.0):
+    """Return the plan with its activation plan and its bytes, and whether it fits.
+
+    saved: GPU bytes to subtract from those of the plan. Only best_case subtracts any.
+    """
     est, n = hardware.est, plan.reached_layers
     lost = 0.0
 
@@ -1418,11 +1474,7 @@ def fit(c, plan, hardware, saved=None):
             streaming_seconds(est, plan),
         )
         plan = counted(replace(plan, activations=activations))
-
-    fits = lost < math.inf and worst_ratio(plan, hardware) <= 1 + 1e-9
-    if not fits:
-        return replace(plan, seconds={"never": math.inf})
-    return replace(plan, seconds=step_seconds(est, plan, states=saved is None))
+    return plan, lost < math.inf and worst_ratio(plan, hardware) <= 1 + 1e-9
 
 
 # ---------------------------------------------------------------------------- the order of nodes
@@ -1747,52 +1799,62 @@ def table(header: list[str], rows: list[list[str]]) -> str:
     )
 
 
+def plan_row(number: int, plan: Plan, hardware: Hardware, differs_from: Plan) -> dict[str, str]:
+    """Return a plan's row in the table of plans, by the titles of its columns. The row has the
+    choices in which the plan differs from another one."""
+    numbers = figures(plan, hardware)
+    row = {
+        "plan": f"{number}",
+        "s per step": f"{plan.step_s:.4g}",
+        "TGS": f"{numbers['tgs']:,.0f}",
+    }
+    if numbers["mfu_full"]:
+        row["MFU causal"] = f"{numbers['mfu_causal']:.1%}"
+        row["MFU full"] = f"{numbers['mfu_full']:.1%}"
+    return row | {
+        "tokens per day": f"{numbers['tokens_a_day']:,.0f}",
+        "GPU memory": in_unit(plan.gpu_bytes),
+        "host memory per node": in_unit(plan.host_bytes * plan.per_node),
+        "choices": in_words(plan, differs_from) or "as above",
+    }
+
+
+def seconds_table(plan: Plan, hardware: Hardware) -> str:
+    """Return a table of where a step's seconds go."""
+    rows = [
+        [name, f"{value:10.3f}", f"{value / plan.step_s:6.1%}"]
+        for name, value in plan.seconds.items()
+        if value > 5e-4 * plan.step_s
+    ]
+    return table([f"time of plan 1, by profile {hardware.profile.name}", "s per step", ""], rows)
+
+
+def memory_table(plan: Plan) -> str:
+    """Return a table of where a GPU's bytes go."""
+    unit_bytes, unit = unit_of(plan.gpu_bytes)
+    rows = [
+        [name, f"{value / unit_bytes:11.2f}"]
+        for name, value in [*plan.memory.items(), ("total", plan.gpu_bytes)]
+        if value > unit_bytes / 200
+    ]
+    return table(["memory of plan 1", f"{unit} per GPU"], rows)
+
+
 def describe_plans(plans: list[Plan], hardware: Hardware) -> str:
     """Return tables: a row per plan, with what differs from the first plan, whose choices are
     printed already; and the seconds and the memory of the first plan."""
-    rows = []
-    for i, plan in enumerate(plans):
-        numbers = figures(plan, hardware)
-        row = {
-            "plan": f"{i + 1}",
-            "s per step": f"{plan.step_s:.4g}",
-            "TGS": f"{numbers['tgs']:,.0f}",
-        }
-        if numbers["mfu_full"]:
-            row["MFU causal"] = f"{numbers['mfu_causal']:.1%}"
-            row["MFU full"] = f"{numbers['mfu_full']:.1%}"
-        row |= {
-            "tokens per day": f"{numbers['tokens_a_day']:,.0f}",
-            "GPU memory": in_unit(plan.gpu_bytes),
-            "host memory per node": in_unit(plan.host_bytes * plan.per_node),
-            "choices": in_words(plan, plans[0]) or "as above",
-        }
-        rows.append(row)
-
     best = plans[0]
-    seconds = [
-        [name, f"{value:10.3f}", f"{value / best.step_s:6.1%}"]
-        for name, value in best.seconds.items()
-        if value > 5e-4 * best.step_s
-    ]
-    unit_bytes, unit = unit_of(best.gpu_bytes)
-    memory = [
-        [name, f"{value / unit_bytes:11.2f}"]
-        for name, value in [*best.memory.items(), ("total", best.gpu_bytes)]
-        if value > unit_bytes / 200
-    ]
+    rows = [plan_row(i + 1, plan, hardware, best) for i, plan in enumerate(plans)]
     return "\n".join(
         [
             table([*rows[0]], [[*row.values()] for row in rows]),
             "TGS: tokens per GPU per second.",
             "",
-            table(
-                [f"time of plan 1, by profile {hardware.profile.name}", "s per step", ""], seconds
-            ),
+            seconds_table(best, hardware),
             "Communication counts only as far as nothing hides it.",
             rates_in_words(hardware),
             "",
-            table(["memory of plan 1", f"{unit} per GPU"], memory),
+            memory_table(best),
             *float8_gain_in_words(best, hardware),
         ]
     )
@@ -1833,11 +1895,13 @@ def why(c, plan, name):
     asked = non_default_flags({flag: getattr(c, flag) for flag in flags})
     if asked and len(flags) == 1:
         return f"set by {asked}"
-    if name == "sp" and c.batch and c.batch < plan.state_ranks:
-        least = ceil_div(plan.state_ranks, c.batch)  # sp = state_ranks / dp, and dp divides batch
-        if least == plan.state_ranks:
+    if name == "sp" and c.batch:
+        # sp = state_ranks / dp, and dp divides state_ranks and the batch
+        least = plan.state_ranks // math.gcd(plan.state_ranks, c.batch)
+        if least == plan.state_ranks > 1:
             return f"the only legal value with --batch {c.batch}"
-        return f"--batch {c.batch} needs {least} or more; {REASONS[name]}"
+        if least > 1:
+            return f"--batch {c.batch} needs {least} or more; {REASONS[name]}"
     if asked:
         return f"with {asked}: {REASONS[name]}"
     return REASONS[name]

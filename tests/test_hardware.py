@@ -183,7 +183,7 @@ def measured_profile_worker():
     assert 1e6 < min(measured.memory, measured.optimizer, measured.state_streaming) < 1e15
     cfg, _ = machine.make_layers()
     known = replace(measured, memory=1e6)
-    counted = measure.layer_seconds(known, cfg, machine.dtype, machine.layer_size)
+    counted = measure.predicted_layer_seconds(known, cfg, machine.dtype, machine.layer_size)
     machine.time = lambda fn: cfg.layers * counted
     fast = replace(measured, memory=math.inf)
     assert machine.memory_rate(fast) == approx(1e6)
