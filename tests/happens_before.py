@@ -1,20 +1,22 @@
 """A race detector for streams: find accesses to the same bytes that no wait separates.
 
 A GPU runs streams concurrently, so a missing wait shows only now and then, as a wrong number. This
-checker runs on a CPU and finds it each time. It replaces each CommStream by a simulated one. A case
-runs once, in the order of the program, and a Recorder writes a *trace*, which is a list of tuples:
+checker runs on a CPU, and finds a missing wait each time. It replaces each CommStream by a
+simulated one. A case runs once, in the order of the program, and a Recorder writes a *trace*, which
+is a list of tuples:
 
     ("access", stream, memory, first, end, write, lines)   an operation on a stream reads or writes
                                                            bytes first to end of some memory
     ("mark", stream, event)             an event is recorded on a stream
     ("wait", stream, event, site)       a stream, or the host, waits for an event
     ("follow", stream, other, site)     a stream waits for all work launched on another one so far
-    ("free", memory, stream)            the last tensor in some memory is gone; the stream
-                                        allocated it
+    ("free", memory, stream)            the last tensor in some memory is gone; `stream` is the
+                                        stream that allocated the memory
 
 `find_races(trace)` then goes through the trace with a vector clock per stream. Two accesses to the
-same bytes, at least one of them a write, are a race unless the later one's stream has waited for
-the earlier one. For example, this is a race, because nothing waits for the copy:
+same bytes, at least one of them a write, are a race unless the stream of the later access has
+waited for the earlier access. For example, this is a race, because compute does not wait for the
+write:
 
     compute    x = torch.zeros(8)                              x.sum()
     stream            ... waits for compute, writes x ...
@@ -22,8 +24,8 @@ the earlier one. For example, this is a race, because nothing waits for the copy
 PyTorch's caching allocator reuses freed memory on the stream that allocated it. So when memory is
 freed, that stream must have waited for all accesses to the memory.
 
-`find_races(trace, ignored_site)` finds the races as if one line (file, number) of the source did
-not wait. It needs no second run of the case.
+`find_races(trace, ignored_site)` finds the races that there would be if one line (file, number) of
+the source did not wait. It needs no second run of the case.
 
 How the checker sees a program:
 
@@ -100,8 +102,8 @@ def waiting_line() -> tuple[str, int] | None:
     return (name, frame.f_lineno) if frame else None
 
 
-# Whether the storage behind a weak reference's address is gone. It is called at each operation, so
-# it must be fast.
+# Returns whether the storage behind a weak reference's address is gone. It is called at each
+# operation, so it must be fast.
 expired = torch.UntypedStorage._expired
 
 
@@ -149,12 +151,19 @@ class Operator:
         self.allocates_only = "empty" in self.name
         self.synchronizes = self.name in self.SYNCHRONIZES
         names = [argument.name for argument in schema.arguments]
-        self.non_blocking_at = names.index("non_blocking") if "non_blocking" in names else 99
+        self.non_blocking_at = names.index("non_blocking") if "non_blocking" in names else None
 
     @staticmethod
     def writes(argument) -> bool:
         """Return whether the schema marks an argument as written, as in `Tensor(a!) self`."""
         return bool(argument.alias_info and argument.alias_info.is_write)
+
+    def is_non_blocking(self, args: tuple, kwargs: dict) -> bool:
+        """Return whether a call of the operator has non_blocking=True, by position or by name."""
+        position = self.non_blocking_at
+        if position is not None and position < len(args):
+            return bool(args[position])
+        return bool(kwargs.get("non_blocking"))
 
 
 operator = functools.cache(Operator)
@@ -181,9 +190,10 @@ class Recorder(TorchDispatchMode):
         self.names = {}  # stream -> its name in messages
         self.stack = [COMPUTE]  # the current stream is the last one
         self.memory: dict[int, Memory] = {}  # by the address of the storage
-        # the numbers of memory that another stream accesses, too, also after it is freed
+        # the numbers of shared memory: more than one stream accesses it. They stay after it is
+        # freed
         self.shared_numbers = set()
-        self.freed: list[Memory] = []  # of these, what was freed since the last operation
+        self.freed: list[Memory] = []  # shared memory that was freed since the last operation
         self.made = 0  # the last number given to a storage, a stream or an event
 
     def __enter__(self):
@@ -269,9 +279,9 @@ class Recorder(TorchDispatchMode):
         for t, write in accesses:
             self.access(t, write, stream, where)
 
-        # Does the host wait for the stream?
-        blocking = not any(args[op.non_blocking_at :][:1]) and not kwargs.get("non_blocking")
-        blocking_copy = any(hosts) and not on_host and blocking
+        # The host waits for the stream if it reads a value, or copies without non_blocking.
+        copies_to_or_from_host = any(hosts) and not on_host
+        blocking_copy = copies_to_or_from_host and not op.is_non_blocking(args, kwargs)
         if op.synchronizes or blocking_copy:
             self.trace.append(("follow", HOST, stream, None))
         return out
@@ -374,8 +384,8 @@ class RecordedPool(ThreadPoolExecutor):
         recorder = Recorder.current
         if write is checkpoint.write_states:
             recorder.trace.append(("follow", WRITER, HOST, None))
-            # the thread may launch a copy from the GPU at any time until it is done, so later work
-            # of compute does not wait for the copy
+            # The thread may launch a copy from the GPU at any time until it is done. So the copy is
+            # ordered after the work that compute has launched before, but not before later work.
             recorder.trace.append(("follow", WRITER_ON_GPU, COMPUTE, None))
             for part in args[1].values():
                 if not part.saved_here:
@@ -408,16 +418,16 @@ def simulate_streams() -> None:
     pipeline.Link.launch = launch_message
     attention.gpus_reach_each_other = lambda: False
     checkpoint.ThreadPoolExecutor = RecordedPool
-    replay.load_allocator = lambda kind: (
-        None
-    )  # the allocator is for GPUs; the first two runs of a step do without
+    # the allocator is for GPUs, and the first two runs of a step do without it
+    replay.load_allocator = lambda kind: None
 
 
 # ---------------------------------------------------------------------------- finding races
 
 
 def join(clock: dict, other: dict) -> None:
-    """Raise a vector clock to another one: its stream has waited for all that the other knows."""
+    """Raise `clock` to `other` where that is later, because the stream of `clock` has waited for
+    everything that `other` has waited for."""
     for stream, epoch in other.items():
         if clock.get(stream, 0) < epoch:
             clock[stream] = epoch
@@ -433,11 +443,11 @@ def find_races(
 ) -> Counter:
     """Return the races of a trace, and how often each one occurs.
 
-    most: how many different races are enough. The search ends when it has found them.
+    ignored_site: the line whose waits are ignored. most: how many different races are enough; the
+    search ends when it has found them.
 
     A race is (earlier access, later access), each of them (write, stream, lines). A later access
-    ("free", stream, ()) means that the memory may be reused on the stream. ignored_site: the line
-    whose waits are ignored.
+    ("free", stream, ()) means that the memory may be reused on the stream.
 
     A stream's epoch counts its accesses. Its vector clock says up to which epoch of each stream it
     has waited.
@@ -446,8 +456,9 @@ def find_races(
     events = {}  # event -> the vector clock of its stream when it was recorded
     # memory -> {(stream, write, first byte, end): (epoch, lines) of the last such access}
     accesses = defaultdict(dict)
-    # Work on a stream comes after all that the host did before it launched the work. To save time
-    # clocks join the host's only if the host's clock has changed since (host_version).
+    # Work on a stream comes after everything that the host did before it launched the work, so each
+    # access joins its stream's clock with the host's. To save time, this is done only if the host's
+    # clock has changed (host_version) since the stream joined it last (seen_host).
     host_version, seen_host = 0, defaultdict(int)
     races = Counter()
     for kind, *rest in trace:

@@ -1,4 +1,4 @@
-"""Show that commands which cannot run are refused with a helpful sentence, and check dry runs."""
+"""Show that commands which cannot run are refused with a helpful sentence. Check dry runs, too."""
 
 import importlib
 import os
@@ -43,7 +43,7 @@ REFUSED = [
     ("train.py --decay-steps 2", "--decay-steps 2 belongs to --schedule wsd"),
     (
         "train.py --schedule wsd --warmup 4 --decay-steps 3",
-        "a decay of 3 steps that ends with step 6 .* at most --decay-steps 2, at most --warmup 3, or",
+        "a decay of 3 steps that ends with step 6 .* at most --decay-steps 2, at most --warmup 3, ",
     ),
     ("train.py --out=~nobody-here/x", "--out: ~nobody-here/x: this machine knows no home"),
     ("train.py --sp 0", "--sp 0: choose a value from 1"),
@@ -138,8 +138,8 @@ REFUSED = [
     ("rm hf/config.json && train.py --init hf:hf", "there is no hf/config.json; `hf download"),
     (
         "rm hf/model* && touch hf/pytorch_model.bin && train.py --init hf:hf",
-        r"neither model.safetensors nor .*Pickles such as .* are never read.*from_pretrained\(.hf., "
-        "dtype=.auto., output_loading_info=True.*save_pretrained..hf.",
+        r"neither model.safetensors nor .*Pickles such as .* are never read.*from_pretrained\(.hf.,"
+        " dtype=.auto., output_loading_info=True.*save_pretrained..hf.",
     ),
     ("ln -sf /dev/zero hf/config.json && train.py --init hf:hf", "config.json is no regular file"),
     (
@@ -148,7 +148,8 @@ REFUSED = [
     ),
     (
         """sed -i 's/_size": 96/_size": 97/' hf/config.json && train.py --init hf:hf""",
-        r"6 tensors are of another shape .*down_proj.weight \(\(64, 96\), not \(64, 97\)\), .*, \.\.\.",
+        r"6 tensors are of another shape .*down_proj.weight \(\(64, 96\), not \(64, 97\)\), .*, "
+        r"\.\.\.",
     ),
     (
         """sed -i 's/"llama"/"gpt2"/' hf/config.json && train.py --init hf:hf""",
@@ -275,7 +276,7 @@ def test_refused(command, sentence, sandbox, tmp_path, monkeypatch, capsys):
     assert not Path("new/log.jsonl").exists() and not Path("ran").exists()
 
 
-DIFFERENT = [  # flags of one rank, which starts in its own folder, and the error of both ranks
+DIFFERENT = [  # flags of rank {rank}, which starts in a folder of its own, and both ranks' error
     ("--lr 0.{rank}1", r"ranks were started differently: --lr is 0\.01 on rank 0, 0\.11 on rank 1"),
     ("--data only-0.txt", r".*no such file or folder.* \(on ranks \[1\]\)"),
     ("--data both.txt", ".*?the data is .*? on rank 0, .*? on rank 1"),
@@ -299,9 +300,10 @@ def refused_on_two(folder: str, ports: list[int]) -> None:
 
 @slow
 def test_refused_on_all_ranks(tmp_path):
-    """If ranks differ, or only one rank finds an error, all end with the same message.
+    """If ranks were started differently, or only one rank finds an error, all end with the same
+    message, and none waits for the others.
 
-    No rank waits for the others. Catches bad input that is found on one rank only.
+    Catches bad input that only one rank finds, so that the others wait or report something else.
     """
     for rank in "01":
         (tmp_path / rank).mkdir()
@@ -326,10 +328,11 @@ def test_versions_that_are_too_old_are_refused(monkeypatch):
 
 
 def test_dry_run(tmp_path, capsys):
-    """A dry run prints the plan and touches nothing.
+    """A dry run prints the plan of planner.py and writes nothing.
 
-    12.55 GiB are 2 bytes for each of the 6,738,415,616 parameters. 75.30 GiB are 12 bytes for each
-    parameter in a matrix. Catches a dry run whose plan is not planner.py's.
+    Parameters and gradients take 12.55 GiB each: 2 bytes for each of the 6,738,415,616 parameters.
+    The optimizer's 75.30 GiB are 12 bytes for each parameter in a matrix. Catches a dry run that
+    prints another plan, or that makes its folder.
     """
     main(f"--dry-run --dtype bf16 --model 7b --seq 16K --batch 1 --out {tmp_path}/a")
     text = capsys.readouterr().out

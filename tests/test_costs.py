@@ -1,4 +1,4 @@
-"""What a plan costs: seconds and bytes, counted by hand, launched, and measured."""
+"""Compare the seconds and bytes of a plan with those counted by hand, launched, and measured."""
 
 import sys
 from collections import Counter
@@ -24,14 +24,18 @@ from helpers import SMALL_PLAN, built, planned_run, round_machine
 from test_all import ROOT, parametrize
 
 
-def test_factors():
-    """Shards fill a node before they cross it; p divides os, and g is one of both (AMSP); and bytes
-    of states follow from the factors. Catches an illegal factor that is accepted, and bytes of
-    states without a term."""
+def test_legal_factors_and_their_bytes():
+    """Shards fill a node before they cross it, p divides os, and g is p or os (AMSP). The bytes of
+    model states follow from the factors.
+
+    Catches an illegal factor that is accepted, and bytes of states that lack a term.
+    """
     assert shard.legal_sizes(36, 12) == [1, 2, 3, 4, 6, 12, 36]
-    assert shard.legal_sizes(12, 8) == shard.legal_sizes(4, 8) == [1, 2, 4]  # equal groups of all
+    # 3, 6 and 12 divide 12 ranks, but neither divide a node's 8 ranks nor are multiples of 8
+    assert shard.legal_sizes(12, 8) == shard.legal_sizes(4, 8) == [1, 2, 4]
     legal = shard.legal_factors(8, 8)
-    assert len(set(legal)) == 16 and legal[0] == shard.Factors(1, 1, 1)  # 4 pairs alike, 6 others
+    # p and os are equal in 4 cases; in 6 cases they differ, and g is p or os
+    assert len(set(legal)) == 4 + 2 * 6 and legal[0] == shard.Factors(1, 1, 1)
     for row in ("ddp 1 1 1", "zero2 1 8 8", "zero3 8 8 8", "mics:4 4 4 4", "zero1.5:2 1 1 2"):
         name, *f = row.split()
         assert shard.parse_strategy(name, 8) == shard.Factors(*map(int, f))
@@ -107,9 +111,12 @@ def seconds(profile: hardware.Profile, **choices) -> float:
 
 @parametrize("tied", [False, True])
 def test_step_seconds_are_counted_by_hand(tied, monkeypatch):
-    """A step takes the seconds of its FLOPs, and each slow part of a machine adds its own where
-    nothing is hidden. A tied matrix is updated and sent once, and its head multiplies as any other.
-    Catches FLOPs, updates, copies or launches that are forgotten or doubled."""
+    """On a machine that is slow in nothing but FLOP/s, a step takes the seconds of its FLOPs. If
+    one more part of the machine is slow, the step takes the seconds of this part longer.
+
+    A tied matrix is updated and sent once, but the head multiplies by it all the same. Catches
+    FLOPs, updates, copies or launches that are forgotten or counted twice.
+    """
     monkeypatch.setitem(
         globals(), "SMALL_PLAN", replace(SMALL_PLAN, model=replace(SMALL_PLAN.model, tied=tied))
     )
@@ -123,8 +130,8 @@ def test_step_seconds_are_counted_by_hand(tied, monkeypatch):
     alone = {"overlap": ()}
     host = {"forward": 1.0, "backward": 2.0, "head group forward": 0.5, "head group backward": 0.75}
     launch = {"a host": host}
-    rows = [  # a machine, choices, seconds more
-        # all runs again but the last product, in chunks; sums of gradients take as long
+    rows = [  # what is slow in the machine, choices of the plan, the seconds that this adds
+        # recomputation runs everything except the last product
         (
             {},
             {"recompute": "auto", "activations": offload.ActivationPlan(4, 1, 4, 0, 0, 4)},
@@ -146,8 +153,8 @@ def test_step_seconds_are_counted_by_hand(tied, monkeypatch):
 
 
 def test_launches_are_counted_by_hand():
-    """A layer in float8 has launches of its own. A CUDA graph has none, and only a step on one
-    stream is a graph.
+    """A layer in float8 has launches of its own. A step that is a CUDA graph has no launches. A
+    step is a graph only if all of its work is on one stream.
 
     Catches small steps in float8 that are predicted to be faster, and are slower.
     """
@@ -161,14 +168,17 @@ def test_launches_are_counted_by_hand():
         computed = sum(plan.seconds.values()) - plan.seconds["launches"]
         return plan.seconds["launches"] + computed * (plan.seconds["launches"] > 0)
 
-    rest = launches(host) - 4 * 2  # the head: launches hide the layers' computation
-    assert launches(in_float8) == approx(4 * 2 + rest)
-    assert launches(in_float8, products="fp8") == approx(4 * 7 + rest)
-    assert launches(host, products="fp8") == approx(4 * 2 + rest)  # they are not measured
+    # each of four layers is launched in 1 s forward and 1 s backward, which hides its computation;
+    # the rest is the head
+    rest = launches(host) - 4 * (1 + 1)
+    assert launches(in_float8) == approx(4 * (1 + 1) + rest)
+    assert launches(in_float8, products="fp8") == approx(4 * (3 + 4) + rest)
+    # a host without measured launches of float8 is given those of the other products
+    assert launches(host, products="fp8") == approx(4 * (1 + 1) + rest)
     assert launches(in_float8, products="fp8", memplan="on") == 0
     swapped = offload.ActivationPlan(4, 1, 2, 2, 1)
-    for streams in ({"os_place": "host"}, {"recompute": "auto", "activations": swapped}):
-        assert launches(host, memplan="on", **streams) > 0
+    for several_streams in ({"os_place": "host"}, {"recompute": "auto", "activations": swapped}):
+        assert launches(host, memplan="on", **several_streams) > 0
 
 
 class FrozenLayers(m.LLaMA):
@@ -252,9 +262,9 @@ class FrozenFirstLayers(m.LLaMA):
 
 
 def test_recomputation_counts_the_layers_that_backward_reaches(monkeypatch):
-    """If backward reaches one layer of four, a quarter of the time is recomputation.
+    """If backward reaches only one layer of four, recomputation takes a quarter of the time.
 
-    Catches a layer whose recomputation seems cheap because others have none.
+    Catches a layer's recomputation that is averaged over layers which recompute nothing.
     """
     step = replace(SMALL_PLAN, recompute="auto")
 
@@ -274,8 +284,11 @@ def test_recomputation_counts_the_layers_that_backward_reaches(monkeypatch):
 )
 @parametrize("micro_batches", [1, 3])
 def test_communication_is_hidden_but_not_free(factors, layout, micro_batches):
-    """A step lies between its longest part and the sum of both. Catches communication that is free,
-    or never hidden."""
+    """A step with communication takes at least as long as its computation and as its communication,
+    and less than their sum. Computation that communication slows down takes longer.
+
+    Catches communication that is counted as free, or as never overlapped.
+    """
     plan = {"factors": shard.Factors(*factors), "os_layout": layout, "batch": 8 * micro_batches}
     slow_network = round_machine(inside=3e9)
     computed = seconds(round_machine(), **plan)
@@ -286,6 +299,7 @@ def test_communication_is_hidden_but_not_free(factors, layout, micro_batches):
     assert seconds(round_machine(inside=3e9, overlap=slowed), **plan) > 1.005 * hidden
 
 
+# stream of costs.predict -> the kind of traffic under which the test below adds up its bytes
 KINDS = {
     "param_gather": "gathers",
     "param_broadcast": "new parameters",
@@ -295,7 +309,12 @@ KINDS = {
 
 
 class Collectives(TorchDispatchMode):
-    """Notes the bytes in bf16, of whole tensors, by kind of state and the ranks of a group."""
+    """Counts the bytes of collectives in bf16, by (kind, ranks of the group, whether an
+    all-reduce).
+
+    A collective has the bytes of its largest tensor, and a coalesced one those of all its tensors.
+    p: the sharding factor of parameters, which tells gathers from broadcasts of new parameters.
+    """
 
     def __init__(self, p: int):
         super().__init__()
@@ -325,7 +344,7 @@ class Collectives(TorchDispatchMode):
 
 
 @parametrize(
-    "factors, layout, several, recompute",
+    "factors, layout, micro_batches, recompute",
     [
         ((1, 1, 1), "intra", 1, "none"),
         ((1, 1, 8), "inter", 3, "none"),
@@ -337,11 +356,14 @@ class Collectives(TorchDispatchMode):
         ((8, 8, 8), "intra", 1, "none"),
     ],
 )
-def test_predictions_and_rings_are_what_shard_launches(factors, layout, several, recompute):
-    """The bytes of collectives of rank 0 of 8, of which none runs, are what costs.py predicts,
-    where each takes as many seconds as bytes and nothing is hidden, and what planner.py sends
-    around rings; also of attention, where two groups of heads share a key/value head. Catches bytes
-    that are predicted or placed and that shard.py does not send."""
+def test_predictions_and_rings_are_what_shard_launches(factors, layout, micro_batches, recompute):
+    """The bytes of the collectives that rank 0 of 8 launches are those that costs.py predicts, and
+    those that planner.py sends around rings.
+
+    The collectives send nothing. In the prediction a byte takes a second and nothing is hidden, so
+    its seconds are bytes. Attention's exchanges are among them, with two groups of heads that share
+    a key/value head. Catches bytes that are predicted or placed but that the engine does not send.
+    """
     cfg = m.ModelConfig(128, 64, 5, 4, 2, 128, 16)  # matrices are multiples of 8 * 128 elements
     f = shard.Factors(*factors)
     plan = costs.Plan(
@@ -352,7 +374,7 @@ def test_predictions_and_rings_are_what_shard_launches(factors, layout, several,
         128,
         sp=4,
         ring=2,
-        batch=2 * several,
+        batch=2 * micro_batches,
         head_groups=2,
         recompute=recompute,
         activations=offload.ActivationPlan(5, 2, 5) if recompute == "auto" else None,
@@ -366,7 +388,8 @@ def test_predictions_and_rings_are_what_shard_launches(factors, layout, several,
         step()
     in_turn = replace(plan, overlap=())
     found = costs.predict(in_turn, round_machine(1.0, 1.0)).seconds
-    predicted, total, sent, around = (Counter() for _ in range(4))
+    predicted, total = Counter(), Counter()  # by kind: bytes of whole tensors
+    sent, around = Counter(), Counter()  # by kind and ranks: bytes that a rank sends
     for stream, kind in KINDS.items():
         predicted[kind] += found[stream]
     for (kind, ranks, twice), size in launched.bytes.items():
@@ -374,7 +397,7 @@ def test_predictions_and_rings_are_what_shard_launches(factors, layout, several,
             total[kind] += size
         sent[kind, ranks] += size * (1 if kind == "ring" else (1 + twice) * (1 - 1 / len(ranks)))
     assert +predicted == approx(total)
-    of_matrices = 1 - 11 * 64 / m.param_count(cfg)  # without vectors
+    of_matrices = 1 - 11 * 64 / m.param_count(cfg)  # 11 norms of 64 elements are not in bf16
     for ring in planner.plan_traffic(plan):
         kind = KINDS.get(ring.kind, ring.kind)
         if ring.sent:
@@ -382,60 +405,81 @@ def test_predictions_and_rings_are_what_shard_launches(factors, layout, several,
             around[kind, tuple(range(0, ring.block, ring.stride))] += sent_around
     for key in sent.keys() | around.keys():
         share = sent[key] / around[key]
-        # a weight that its buffer still holds is not gathered again
+        # fewer gathers: a weight that its buffer still holds is not gathered again
         assert 0.55 < share <= 1 if "gathers" in key else share == approx(1), key
 
 
-def seconds_of_passes(stages: int, parts: int, micro_batches: int, message: float) -> float:
-    """Return the seconds of pipeline.pipeline_order, if a pass takes 1 there and 2 back, and begins
-    when its stage is free, and what comes from another stage is there."""
-    steps = 2 * stages * parts  # of a micro-batch, through all parts and back
-    ends = {}  # by micro-batch and step
-    free = [0.0] * stages
+def seconds_of_passes(stages: int, chunks: int, micro_batches: int, message: float) -> float:
+    """Simulate pipeline.pipeline_order, and return the seconds that its passes take.
+
+    A forward pass of a virtual stage takes 1 s, and a backward pass 2 s. A pass begins when its
+    stage is free and its input has arrived. message: seconds from one stage to another. chunks:
+    virtual stages per stage.
+    """
+    depth = stages * chunks
+    # A micro-batch goes through `depth` virtual stages forward, and back in the opposite order.
+    # Its passes are numbered from 0 to 2 depth - 1.
+    ends = {}  # (micro-batch, number of the pass) -> when the pass ends
+    free_at = [0.0] * stages
     orders = [
-        list(pipeline.pipeline_order(stage, stages, parts, micro_batches))
+        list(pipeline.pipeline_order(stage, stages, chunks, micro_batches))
         for stage in range(stages)
     ]
     while any(orders):
-        left = sum(map(len, orders))
+        num_left = sum(map(len, orders))
         for stage, order in enumerate(orders):
             while order:
-                part = order[0].virtual_stage * stages + stage
-                step = part if order[0].forward else steps - 1 - part
-                of = order[0].micro_batch
-                if step and (of, step - 1) not in ends:
+                next_pass = order[0]
+                place = next_pass.virtual_stage * stages + stage
+                number = place if next_pass.forward else 2 * depth - 1 - place
+                before = next_pass.micro_batch, number - 1
+                if number and before not in ends:
                     break
-                turns = step in (0, steps // 2)  # nothing travels
-                arrival = ends.get((of, step - 1), 0) + message * (not turns)
-                free[stage] = max(free[stage], arrival) + (1 if order.pop(0).forward else 2)
-                ends[of, step] = free[stage]
-        assert sum(map(len, orders)) < left, "stages wait for each other"
-    return max(free)
+
+                arrival = ends.get(before, 0)
+                if number not in (0, depth):  # the first backward is where the last forward was
+                    arrival += message
+                begin = max(free_at[stage], arrival)
+                free_at[stage] = begin + (1 if next_pass.forward else 2)
+                ends[next_pass.micro_batch, number] = free_at[stage]
+                order.pop(0)
+        assert sum(map(len, orders)) < num_left, "stages wait for each other"
+    return max(free_at)
 
 
-@parametrize("pp, v, several", [(2, 1, 2), (4, 1, 4), (4, 2, 8), (4, 4, 12), (8, 1, 160)])
-def test_pipelines_are_idle_as_long_as_their_passes(pp, v, several):
-    """Of equal passes idle / total = (P - 1) / (V M + P - 1), in the order that stages run them;
-    messages add to it. Catches idle time that is miscounted."""
-    alone = seconds_of_passes(pp, v, several, 0)
-    assert alone == 3 * (v * several + pp - 1)
+@parametrize("pp, v, micro_batches", [(2, 1, 2), (4, 1, 4), (4, 2, 8), (4, 4, 12), (8, 1, 160)])
+def test_idle_time_of_pipelines_is_that_of_a_simulation(pp, v, micro_batches):
+    """If all passes are equal, P stages of V virtual stages with M micro-batches are idle for
+    (P - 1) / (V M + P - 1) of a step, in the order in which stages run their passes. Messages add
+    to this time.
+
+    Catches idle time that is miscounted.
+    """
+    without_messages = seconds_of_passes(pp, v, micro_batches, 0)
+    assert without_messages == 3 * (v * micro_batches + pp - 1)
     cfg = replace(m.MODELS["7b"], layers=16, vocab=16)
-    plan = costs.Plan(cfg, torch.bfloat16, 8 * pp, 8, 2**13, batch=8 * several, pp=pp, pp_chunks=v)
-    messages = costs.exposed_messages(plan)
-    assert messages * 0.5 == approx(seconds_of_passes(pp, v, several, 0.5) - alone)
+    shape = {"ranks": 8 * pp, "per_node": 8, "seq": 2**13, "batch": 8 * micro_batches}
+    plan = costs.Plan(cfg, torch.bfloat16, **shape, pp=pp, pp_chunks=v)
+    with_messages = seconds_of_passes(pp, v, micro_batches, 0.5)
+    assert costs.exposed_messages(plan) * 0.5 == approx(with_messages - without_messages)
     found = costs.predict(plan, round_machine())
     idle = found.seconds["pipeline idle"] / found.step_s
-    assert idle == approx((pp - 1) / (v * several + pp - 1), rel=1e-3)
-    late = costs.predict(plan, round_machine(across=1e9)).seconds["stage messages"]
-    # there to the last stage and back, twice the bytes of one, as an all-gather of two
-    assert late >= 2 * (pp - 1) * 2 * 2 * 2**13 * 4096 / 1e9 * (1 - 1e-6)
+    assert idle == approx((pp - 1) / (v * micro_batches + pp - 1), rel=1e-3)
+
+    # At least one activation in bf16 goes to the last stage and back. Its message takes as long as
+    # an all-gather of two ranks, which has twice the bytes.
+    messages_s = costs.predict(plan, round_machine(across=1e9)).seconds["stage messages"]
+    assert messages_s >= 2 * (pp - 1) * 2 * (2 * 2**13 * 4096) / 1e9 * (1 - 1e-6)
 
 
 @parametrize("factors, layout", [((1, 1, 4), "intra"), ((1, 4, 4), "inter"), ((2, 4, 4), "inter")])
 def test_a_tied_matrix_costs_a_pipeline_one_sum(factors, layout):
-    """In a pipeline a tied model has the bytes of an untied one, because each end holds a copy. It
-    also takes the seconds of one sum of what an owner updates, and has V C parameters less. Catches
-    a copy or a sum that is forgotten."""
+    """In a pipeline a tied model takes as many bytes as an untied one, because the first and the
+    last stage each hold a copy of the matrix. In addition, both sum the gradients that they update.
+    The model has V C parameters less.
+
+    Catches a copy or a sum that is forgotten.
+    """
     model = replace(m.MODELS["7b"], layers=16)
     untied = replace(
         SMALL_PLAN, model=model, pp=2, factors=shard.Factors(*factors), os_layout=layout, overlap=()
@@ -455,17 +499,22 @@ def test_a_tied_matrix_costs_a_pipeline_one_sum(factors, layout):
 
 @parametrize("v, most", [(1, 4 * 4), (2, 11 * 2)])
 def test_bytes_of_stages_are_those_in_flight(v, most):
-    """The first of P stages keeps P micro-batches at most, of its 16 / P layers; with V parts each,
-    P (V - 1) + 2 (P - 1) + 1 passes of 16 / (P V) layers (Megatron's order). Catches bytes of a
-    layer, or micro-batches in flight, that are not counted."""
+    """The first of P stages holds the activations of at most P micro-batches, in its 16 / P layers.
+    With V virtual stages it holds those of P (V - 1) + 2 (P - 1) + 1 passes of 16 / (P V) layers
+    (Megatron's order).
+
+    Catches bytes of a layer, or micro-batches in flight, that are not counted.
+    """
     model = replace(m.MODELS["7b"], layers=16)
     plan = replace(SMALL_PLAN, model=model, ranks=32, seq=2**13, pp=4, pp_chunks=v)
     kept = [
         planner.with_bytes(replace(plan, batch=batch)).memory["activations"]
         for batch in (32, 64, 320)
     ]
-    of_layer = 2**13 * (2 * (6 * 4096 + 2 * 11008) + 4 * (32 + 2))  # C, F and H of 7b, two norms
-    assert kept[1] == kept[2] == most * of_layer >= kept[0]
+    # per token 6 C + 2 F elements in bf16; in float32 H sums of attention, and one per norm
+    of_layer = 2**13 * (2 * (6 * 4096 + 2 * 11008) + 4 * (32 + 2))
+    assert kept[1] == kept[2] == most * of_layer
+    assert kept[0] <= kept[1]
     # a message is x of the stage's tokens. One is sent and one arrives, forward and back
     messages = planner.with_bytes(replace(plan, batch=64)).memory["messages"]
     assert messages == 4 * 2**13 * 4096 * 2
@@ -494,10 +543,13 @@ def test_bytes_of_an_activation_plan_are_counted_by_hand():
     "mode, gathers, scatters, reductions, kept",
     [("mtp", 0, 0, 4, 1), ("msp", 4, 4, 0, 1), ("fsp", 6, 4, 0, 0.25)],
 )
-def test_columns_exchange_in_the_open(mode, gathers, scatters, reductions, kept):
-    """The seconds of a layer's collectives of (N, C), where each operation has another bandwidth,
-    and bytes: h and x of all tokens or of a column's. Catches a collective or a kept tensor of a
-    tensor mode that is forgotten."""
+def test_tensor_parallel_exchanges_are_exposed(mode, gathers, scatters, reductions, kept):
+    """A tensor mode takes the seconds of its collectives of (N, C), and the bytes of its
+    activations. Each kind of collective has another bandwidth here.
+
+    Catches a collective or a saved tensor that is forgotten. gathers, scatters, reductions: how
+    many a layer has. kept: the share of the tokens of x and h that a rank saves.
+    """
     rates = {op: 1e12 + 1e11 * i for i, op in enumerate(hardware.COLLECTIVES)}
     tables = {op: {"4x1": [[1.0, rate]]} for op, rate in rates.items()}
     plan = costs.Plan(
@@ -512,13 +564,12 @@ def test_columns_exchange_in_the_open(mode, gathers, scatters, reductions, kept)
         + reductions / rates["all_reduce"]
     )
     assert found.seconds["tensor exchanges"] == approx(x * 4 * of_layer)
-    of_columns = (4 * x + 2 * 2 * n * f + 4 * n * heads) / 4
-    of_norms = 2 * 4 * n  # 1 / rms
-    assert found.memory["activations"] == approx(4 * (2 * x * kept + of_columns + of_norms))
-    assert found.memory["parameters"] == approx(
-        2 * (2 * 32000 * c + (4 * c * c + 3 * c * f)),
-        rel=1e-3,  # a quarter of 4 layers
-    )
+    split = (4 * x + 2 * 2 * n * f + 4 * n * heads) / 4  # q, k, v, o, gate|up, log-sum-exps
+    norms = 2 * 4 * n  # 1 / rms in float32
+    assert found.memory["activations"] == approx(4 * (2 * x * kept + split + norms))
+    # embedding and head are whole; each rank has a quarter of the matrices of 4 layers
+    parameters = 2 * 32000 * c + (4 * c * c + 3 * c * f)
+    assert found.memory["parameters"] == approx(2 * parameters, rel=1e-3)
 
 
 @parametrize("flag, elements", [("qkv_bias", 9), ("qk_norm", 28)])
@@ -534,33 +585,40 @@ def test_biases_and_norms_of_heads_take_time(flag, elements):
     )
 
 
-def test_a_kernel_changes_the_seconds_of_attention_alone():
-    """A step with cuDNN's attention differs from one with FlashAttention-4's in the seconds of
-    attention, by the ratio of their rates, and in no byte. Catches a prediction that takes the
-    rates of a kernel that does not run."""
+def test_a_kernel_changes_only_the_seconds_of_attention():
+    """A step with cuDNN's attention differs from one with FlashAttention-4's only in the seconds of
+    attention, by the ratio of their rates.
+
+    Catches a prediction that takes the rates of a kernel that does not run.
+    """
     rates = {"forward": [[1, 1e14]], "backward": [[1, 1e14]]}
     slower = {"forward": [[1, 0.8e14]], "backward": [[1, 0.8e14]]}
     machine = round_machine(attention={"fa4": rates, "cudnn": slower})
     fa4, cudnn = (costs.predict(SMALL_PLAN, machine, kernel) for kernel in ("fa4", "cudnn"))
     assert cudnn.seconds == approx(fa4.seconds | {"attention": fa4.seconds["attention"] / 0.8})
     assert cudnn.memory == fa4.memory
-    # of kernels that the profile lacks, and of auto
+    # a kernel that the profile lacks is predicted by the nearest one, and "auto" by the best one
     assert costs.predict(SMALL_PLAN, machine, "flash").seconds == cudnn.seconds
     assert costs.predict(SMALL_PLAN, machine).seconds == fa4.seconds
 
 
 def test_predictions_are_what_was_measured():
-    """Predictions of all settings that were measured, in seconds and in bytes; and, where network
-    and kernel were measured, which setting of a question is the fastest. Catches seconds or bytes
-    far from what GPUs took."""
+    """Predictions are near what GPUs measured, in seconds and in bytes, and the setting that is
+    predicted to be the fastest was the fastest.
+
+    The order is compared only if the profile has the network and the kernel of the measured
+    machine. The ranges below are as narrow as the measurements allow; a comment says why a group of
+    rows has a range of its own. Catches seconds or bytes far from what GPUs took.
+    """
     sys.path.insert(0, str(ROOT / "results"))
     import report
 
     rows = list(report.predicted_rows())
-    # rows on four H200s, by tokens, each with the least ratio of seconds and the largest of bytes:
-    # the first step of a run, which holds the first uses of kernels; 512K tokens, whose bytes are
-    # counted a little high; and layers that run whole in all of a GPU's memory, 6 and 11 % slower
-    # than predicted for a reason that is not known
+    # Rows on four H200s, by tokens, each with the least ratio of seconds (predicted / measured) and
+    # the largest of bytes. At 1M tokens it is the first step of a run, in which kernels are used
+    # for the first time. At 512K tokens the bytes are counted a little high. At 128K tokens, layers
+    # that run whole in all of a GPU's memory are 6 and 11 % slower than predicted, and the reason
+    # is not known.
     apart = {2**20: (0.94, 1.02), 2**19: (0.97, 1.015), 2**17: (0.88, 1.01)}
     found = [r for r in rows if (r["gpu"], r["gpus"]) == ("H200", 4) and r["seq"] in apart]
     assert len(found) == 4
@@ -591,6 +649,7 @@ def test_predictions_are_what_was_measured():
             assert 0.9 < r["now_s"] / r["step_s"] < 1
             known.remove(r)
     errors = sorted(abs(r["now_s"] / r["step_s"] - 1) for r in known)
+    # 22 rows are within 1.6 %, 39 within 3 %, and all within 8 %
     assert len(known) >= 53 and errors[21] < 0.016 and errors[38] < 0.03 and errors[-1] < 0.08
     assert all(0.85 < r["now_s"] / r["step_s"] < 1.05 for r in unknown)
     questions = {}

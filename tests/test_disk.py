@@ -95,23 +95,24 @@ def test_newest_whole_checkpoint_is_found(tmp_path, capsys):
     assert f"resumed {third}" in said
 
 
-def test_going_back_is_one_with_the_log(tmp_path):
-    """If a run goes back to an earlier step and ends before it saves, the next one starts there.
+def test_going_back_takes_the_log_and_later_checkpoints_back(tmp_path):
+    """A run that goes back to an earlier step takes its log back, too, and moves later checkpoints
+    aside, even if it ends before it saves.
 
-    Its log goes back, too. An evaluation or an export of an earlier step changes nothing. Catches a
-    checkpoint that does not belong to the log.
+    An evaluation or an export of an earlier step changes nothing. Catches a checkpoint that does
+    not belong to the log.
     """
     flags = f"--out {tmp_path} --keep 9 --save-every 2"
     main(flags)
-    want = losses(tmp_path)
+    uninterrupted = losses(tmp_path)
     back = f"{flags} --resume {tmp_path}/step-00000002 --steps"
     main(f"{back} 0 --eval-every 1 --export {tmp_path}/hf")
-    assert saved_steps(tmp_path) == [2, 4, 6] and losses(tmp_path) == want
+    assert saved_steps(tmp_path) == [2, 4, 6] and losses(tmp_path) == uninterrupted
     main(f"{back} 3 --save-every -1")
     assert saved_steps(tmp_path) == [2] and saved_steps(tmp_path / "earlier-1") == [4, 6]
-    assert losses(tmp_path) == want[:3]
+    assert losses(tmp_path) == uninterrupted[:3]
     main(f"{flags} --resume")
-    assert saved_steps(tmp_path) == [2, 4, 6] and losses(tmp_path) == want
+    assert saved_steps(tmp_path) == [2, 4, 6] and losses(tmp_path) == uninterrupted
 
 
 def test_weights_that_are_not_finite_are_not_resumed(tmp_path, group):
@@ -127,8 +128,8 @@ def test_weights_that_are_not_finite_are_not_resumed(tmp_path, group):
         checkpoint.load_checkpoint(states, checkpoint.find_checkpoint(tmp_path, "latest"))
 
 
-def test_meta_of_another_kind_is_no_checkpoint(sandbox, tmp_path):
-    """A meta.json with any damage is refused.
+def test_a_damaged_meta_json_is_no_checkpoint(sandbox, tmp_path):
+    """A meta.json that is cut off anywhere, or that has one wrong bit anywhere, is refused.
 
     Catches a torn meta.json that is trusted.
     """
@@ -159,10 +160,10 @@ def test_checkpoint_with_a_hole_is_refused(tmp_path, group):
 
 
 def test_resume_says_what_has_changed(tmp_path, capsys):
-    """A resume tells what differs from the run that it goes on with.
+    """A resume prints what differs from the run that it goes on with.
 
-    It names data of another size, another number of threads (sums depend on it), and lines of the
-    log that are no step's row. Catches a change that nobody is told.
+    It names data of another size, another number of threads, because sums depend on it, and lines
+    of the log that are no step's row. Catches a change that nobody is told about.
     """
     words, out = tmp_path / "a.txt", tmp_path / "o"
     words.write_bytes(bytes(range(97, 123)) * 200)
@@ -228,14 +229,13 @@ def test_disk_that_is_full_ends_no_run(tmp_path, capsys):
     assert re.search("step 6/6 .*\nlog.jsonl cannot be written: File too l", printed)
 
 
-def test_saving_beside_steps_saves_the_same(tmp_path, capsys, monkeypatch):
+def test_save_async_saves_the_same(tmp_path, capsys, monkeypatch):
     """`--save-async` saves the states of its step, although it writes them after the next step.
 
-    This holds for states on the GPU and on the host. In bf16 the host has only one half of the
-    master weights, and the weights themselves are the other half. The copies are joined before they
-    are written. Catches a copy that is taken too late, of later states.
+    Run a saves without it, with states on the GPU. Run b saves with it, with states on the host. In
+    bf16 the host stores only the rest of the master weights, so copies of the rest and of the
+    weights are joined before they are written. Catches a copy of the next step's states.
     """
-
     write_states = checkpoint.write_states
 
     def write_late(folder: Path, parts: dict) -> dict:
@@ -329,7 +329,8 @@ def test_ranks_share_the_work_of_a_save(factors, layout):
 
 
 def test_saving_that_cannot_begin_moves_nothing(tmp_path):
-    """A run is refused if its copies for `--save-async` do not fit the host, and moves no file.
+    """If the copies for `--save-async` do not fit into host memory, a run is refused before it
+    moves a file.
 
     Catches a run that moves an earlier one aside and then cannot begin.
     """
@@ -345,10 +346,10 @@ def test_saving_that_cannot_begin_moves_nothing(tmp_path):
 
 
 def test_one_run_writes_to_a_folder(tmp_path, monkeypatch, capsys):
-    """A second run in a folder is refused, and the error names the first one's process.
+    """A second run in a folder is refused, and the error names the process of the first one.
 
-    A run that is over holds no lock. Storage without locks is named. Catches two runs in one
-    folder, and a stale lock.
+    A run that is over holds no lock. If the storage has no locks, the run says so. Catches two runs
+    in one folder, and a lock that outlives its run.
     """
     flags = f"--steps 1 --out {tmp_path}"
     with checkpoint.locked(tmp_path):

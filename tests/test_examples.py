@@ -59,10 +59,11 @@ EXAMPLES = {
 
 
 def test_the_index_lists_every_example():
-    """The table in examples/__init__.py has each example's lines and flags, and headers agree.
+    """The table in examples/__init__.py has the number of lines and the flags of each example, and
+    the docstring of each example has the same flags. An example has 20 to 60 lines.
 
-    An example has 20 to 60 lines. Catches an example that no reader finds, and a header that
-    switches an example on in another way.
+    Catches an example that no reader finds, and a docstring that switches an example on in another
+    way.
     """
     files = {file.stem: file.read_text() for file in (ROOT / "examples").glob("[!_]*.py")}
     assert files.keys() == EXAMPLES.keys()
@@ -105,12 +106,13 @@ for command in commands:  # each in a process of its own
 def test_one_import_in_train_switches_an_example_on(tmp_path):
     """In a copy of the project, one line in train.py switches on each example.
 
-    Without the line its flag is refused by name, also in a run to resume. Catches an example that
-    needs more edits than its header says. Catches also an import of PyTorch's compiler at a start,
-    which takes two seconds.
+    Without this line, resuming a run that has the example is refused, and the error names the flag.
+    Catches an example that needs more edits than its docstring says. Catches also a start that
+    imports PyTorch's compiler, which takes two seconds.
     """
     for file in ROOT.iterdir():
-        if file.suffix == ".py" and file.name != "train.py" or file.name in ("examples", "results"):
+        is_module = file.suffix == ".py" and file.name != "train.py"
+        if is_module or file.name in ("examples", "results"):
             (tmp_path / file.name).symlink_to(file)
     source = (ROOT / "train.py").read_text()
     last_import = "from tensor import TensorParallel, check_tensor_parallel, split_model\n"
@@ -159,7 +161,7 @@ def check_averages(lines: list[str]) -> None:
         for step in range(3):
             batch = train.load_batch(run, step)
             if step == 1:
-                batch = replace(batch, scale=batch.scale * math.nan)
+                batch = replace(batch, scale=batch.scale * math.nan)  # this step is skipped
             if step == 0 and run.plan.pp > 1:
                 llama.warm_up(next(batch.micro_batches()))
             if step == 1:
@@ -179,10 +181,10 @@ def check_averages(lines: list[str]) -> None:
 
 
 def test_averages_follow_the_weights_under_any_sharding():
-    """The average is that of all weights, on one rank and on several, and skips what they skip.
+    """Under any sharding, each weight has its average, and a step that is skipped changes neither.
 
     The weights are matrices, norms and biases. Catches an average that lacks a part of a matrix,
-    that leaves out norms, or that a step with an infinite gradient changes.
+    that leaves out norms, or that a step with a gradient of NaN changes.
     """
     lines = ["2 p=2 g=2 os=2 sp=2 block=norms", "2 os=2 layout=inter place=host keep=swapped"]
     lines += ["2 tp=2 mode=mtp place=host", "2 pp=2 micro=2 block=gemma tied=1"]
@@ -203,9 +205,10 @@ def saved_states(out, step: int) -> dict[str, torch.Tensor]:
 def test_averages_and_schedules_resume_on_other_ranks(tmp_path):
     """A run with an average and a linear schedule continues bit for bit on other ranks.
 
-    Two ranks with all states go on as four ranks: two stages, in each of which two ranks shard the
-    states. These add the same two gradients, so without clipping all bits are equal. Catches an
-    average that begins again on resume, and a decay that does.
+    It begins on two ranks, each with all states. It goes on with four ranks: two stages, in each of
+    which two ranks shard the states. The two ranks of a stage add the same two gradients as before,
+    so all bits are equal without clipping. Catches an average or a decay that begins again on
+    resume.
     """
     flags = "--optimizer ema --schedule linear --min-lr 0 --warmup 1 --clip 0 --dtype fp64"
     flags += f" --steps 4 --save-every 2 --keep 9 --out {tmp_path}"
@@ -229,7 +232,8 @@ def test_averages_and_schedules_resume_on_other_ranks(tmp_path):
 
 @slow
 def test_an_export_writes_the_average(tmp_path):
-    """An export writes the state that the optimizer names, also if the run has no step.
+    """An export writes the state that the optimizer names in `exported`, even if the run takes no
+    step.
 
     Catches an export of the weights themselves, or of an average that is still 0.
     """
@@ -269,7 +273,7 @@ ADAMW_STATES = optim.ADAMW.states
     ],
 )
 def test_optimizers_name_a_state_that_all_weights_have(changes, says):
-    """An optimizer is refused if some weights have no state that the export would write.
+    """An optimizer is refused if some weights lack the state that an export would write.
 
     Catches an export with zeros in place of norms, and vectors without a master weight.
     """
@@ -284,7 +288,7 @@ def test_optimizers_name_a_state_that_all_weights_have(changes, says):
 
 
 def test_a_state_that_does_not_exist_is_refused(group):
-    """A whole parameter of a state that the optimizer does not have is refused.
+    """States.full_param refuses a state that the optimizer does not have.
 
     Catches zeros in place of a state.
     """
@@ -298,9 +302,9 @@ def test_a_state_that_does_not_exist_is_refused(group):
 
 @parametrize("flags", ["", "--moments bf16", "--optimizer muon", "--optimizer ema"])
 def test_a_planned_command_has_the_optimizer(flags):
-    """The command that a plan prints runs this plan, with its optimizer.
+    """The command that a plan prints has the plan's optimizer.
 
-    Catches flags that train.py refuses together, and an optimizer that has a second name.
+    Catches flags that train.py refuses together, and an optimizer that has two names.
     """
     asked = planner.PlannerFlags(model="tiny", ranks=2, batch=2)
     asked = replace(asked, **train.parse(flags.split()))
@@ -317,9 +321,9 @@ def test_a_planned_command_has_the_optimizer(flags):
 
 
 def test_linear_schedules_have_their_closed_form():
-    """The linear schedules fall in a straight line, and end and move as cosine and wsd do.
+    """The linear schedules fall in a straight line. On resume, they behave as cosine and wsd do.
 
-    Catches a row that the decay, its length or a resume does not follow.
+    Catches a schedule of an example that ignores --decay-steps, --min-lr or a resume.
     """
     warm = [0.25, 0.5, 0.75, 1.0]
     linear = rates_of(10, schedule="linear", warmup=4, min_lr=0.0)
@@ -339,10 +343,12 @@ def test_linear_schedules_have_their_closed_form():
 
 @slow
 def test_what_an_example_cannot_do_is_refused(tmp_path):
-    """A checkpoint knows its layers. Imports, exports and resumes with others are refused by name.
+    """Imports, exports and resumes with another architecture than the checkpoint's are refused, and
+    the error names it.
 
-    So are an average that begins in the middle of a run, and documents for a kernel that ignores
-    them. Catches weights that fit into another layer and would train on in it without an error.
+    So are an average that would begin in the middle of a run, and documents for a kernel that
+    ignores them. Catches weights of one layer that have the shapes of another one's and would train
+    on in it without an error.
     """
     main(f"--architecture geglu --steps 1 --out {tmp_path}/o")
     old, new, export = f"--out {tmp_path}/o", f"--out {tmp_path}/a", f"--export {tmp_path}/e"
@@ -391,7 +397,8 @@ class TwoAhead(model.LLaMA):
 
 
 def test_a_row_names_the_class_of_the_model(tmp_path, monkeypatch):
-    """LLaMA(cfg) makes the model that the architecture names, and it gets the labels that it wants.
+    """LLaMA(cfg) makes an object of the class that the row of its architecture names. A class with
+    labels_ahead = 2 gets two labels per token.
 
     Catches a program that makes a LLaMA of another architecture's sizes.
     """

@@ -75,7 +75,7 @@ on_file_event('step-00000004.tmp/rank-00001', once)
 def signal_in(monkeypatch, function: str, call: int, *numbers: int) -> list[int]:
     """Send signals to this process when it calls a function of train.py for the `call`-th time.
 
-    Returns a list with an entry per call.
+    Return a list that gets an entry at each call.
     """
     calls = []
     before = getattr(train, function)
@@ -93,11 +93,11 @@ def signal_in(monkeypatch, function: str, call: int, *numbers: int) -> list[int]
 
 @parametrize("number", STOP_SIGNALS)
 def test_each_signal_ends_the_step_that_runs(number, tmp_path, monkeypatch, capsys):
-    """After each of the signals the step that runs is the last one, and is saved once.
+    """After each of the signals, the step that is running is the last one, and it is saved once.
 
-    The signal comes while the host waits for the step, when rank 0 has long launched it. Nothing
-    that takes time and can be left out follows: no evaluation, no picture. Catches a signal that
-    ends the process, and another step of minutes.
+    The signal comes while the host waits for a step that it has launched. No evaluation and no
+    picture follows, because they take time and can be left out. Catches a signal that ends the
+    process, and one after which another step of minutes begins.
     """
     signal_in(monkeypatch, "wait_for_step", 3, number)
     # where tests run in the background, some of the signals are ignored
@@ -117,7 +117,7 @@ def test_each_signal_ends_the_step_that_runs(number, tmp_path, monkeypatch, caps
 
 
 def test_ignored_signals_stay_ignored(tmp_path, monkeypatch):
-    """A signal that is ignored when a run starts does not stop it: SIGHUP below nohup.
+    """A signal that is ignored when a run starts does not stop it, as nohup does with SIGHUP.
 
     Catches a run that ends when its terminal is closed, in spite of nohup.
     """
@@ -133,7 +133,8 @@ def test_ignored_signals_stay_ignored(tmp_path, monkeypatch):
 
 
 def test_signals_of_a_forked_child_are_its_own(capsys):
-    """A signal that ends a forked child, as a pool of processes sends it, does not stop the run.
+    """A signal that ends a forked child, such as a pool sends to its workers, does not stop the
+    run.
 
     Catches a run that ends because its workers have ended.
     """
@@ -167,12 +168,15 @@ def test_signals_in_a_save_do_not_lose_it(tmp_path, capsys):
 
 
 def test_signal_in_an_evaluation_leaves_it(tmp_path, monkeypatch, capsys):
-    """A signal in an evaluation ends it at the next batch, without a number.
+    """A signal in an evaluation ends it at the next batch, and no validation loss is written.
 
-    Catches hours of evaluation after the signal, and the loss of a few sequences as the loss.
+    Catches an evaluation that goes on for hours after the signal, and a validation loss of only a
+    few of the sequences.
     """
     flags = f"--steps 4 --eval-every 2 --micro-batch 2 --batch 2 --out {tmp_path}"
-    calls = signal_in(monkeypatch, "load_batch", 4, signal.SIGUSR1)  # batches 1, 2, 3; evaluation
+    # the first three calls load the batches of steps 1, 2 and 3, because a step also reads the
+    # batch after it. The fourth call loads the evaluation's first batch
+    calls = signal_in(monkeypatch, "load_batch", 4, signal.SIGUSR1)
     main(flags)
     assert len(calls) == 4
     text, rows = capsys.readouterr().out, read_log(tmp_path)
@@ -187,8 +191,8 @@ def test_signal_in_an_evaluation_leaves_it(tmp_path, monkeypatch, capsys):
 def test_signal_in_the_start_ends_it(tmp_path, monkeypatch, capsys):
     """A signal before the first step ends the process at once, with status 0 and a sentence.
 
-    The signal comes twice. Catches a start of hours that no signal ends, and files of an earlier
-    run that are moved for nothing.
+    Two signals come, and the first one counts. Catches a start of hours that no signal ends, and
+    files of an earlier run that are moved aside although no new run begins.
     """
     main(f"--steps 1 --out {tmp_path}")
     signal_in(monkeypatch, "build_model", 1, signal.SIGUSR2, signal.SIGTERM)
@@ -196,8 +200,8 @@ def test_signal_in_the_start_ends_it(tmp_path, monkeypatch, capsys):
         main(f"--steps 1 --out {tmp_path}")
     dist.destroy_process_group()
     assert ended.value.code == 0
-    said = "stopped by SIGUSR2 before the first step, so there is nothing to save\n"
-    assert capsys.readouterr().err.endswith(said)
+    sentence = "stopped by SIGUSR2 before the first step, so there is nothing to save\n"
+    assert capsys.readouterr().err.endswith(sentence)
     assert saved_steps(tmp_path) == [1] and not (tmp_path / "earlier-1").exists()
 
 
@@ -205,9 +209,9 @@ def test_signal_in_the_start_ends_it(tmp_path, monkeypatch, capsys):
 def test_signals_to_ranks_that_wait(tmp_path):
     """Ranks that wait for each other end at a signal, in the start and in an evaluation.
 
-    In the start, rank 1 waits in a collective for rank 0, where Python runs no code. In the
-    evaluation, only rank 1 gets the signal, and both leave at the same batch. Catches a rank that
-    no signal reaches, and a rank that waits for another one that has left.
+    In the start, rank 1 waits for rank 0 in a collective, so that it cannot run a Python signal
+    handler. In the evaluation, only rank 1 gets the signal, and both leave at the same batch.
+    Catches a rank that no signal reaches, and a rank that waits for another one that has left.
     """
     code = """
 import ranks
@@ -256,9 +260,9 @@ def handles(pid: int, number: int) -> bool:
 def test_each_signal_to_torchrun(tmp_path):
     """Each signal to torchrun itself lets its ranks save, if --signals-to-handle names it.
 
-    The flags are those of the Slurm script in docs/runs.md. torchrun passes the signal on, and waits
-    for its ranks. Its own status is 1. Catches a scheduler's signal that kills torchrun, and its
-    ranks 20 seconds later.
+    The flags are those of the Slurm script in docs/runs.md. torchrun passes the signal on, and
+    waits for its ranks. Its own status is 1. Catches a scheduler's signal that kills torchrun at
+    once, and its ranks 20 seconds later.
     """
     page = (ROOT / "docs" / "runs.md").read_text()
     (handled,) = set(re.findall(r"--signals-to-handle ([A-Z0-9,]+)", page))
@@ -318,14 +322,15 @@ def test_times_that_are_refused(text):
 
 
 def test_stop_after_counts_a_step_and_the_save(monkeypatch):
-    """The run stops if the longest recent step and a save do not fit any more; rank 0 decides.
+    """The run stops if another step and a save would end after --stop-after. Only rank 0 decides.
 
-    Catches a step that is begun too late, a run that stops without need, and a rank that stops by
-    itself.
+    The step is expected to take as long as the longest recent one. Catches a step that is begun too
+    late, a run that stops without need, and a rank that stops by itself.
     """
     now = [0.0]
     monkeypatch.setattr(train, "process_seconds", lambda: now[0])
-    part = SimpleNamespace(nbytes=4 * int(train.SAVE_RATE), saved_here=True)  # 4 seconds
+    # a save of these two parts is expected to take 8 seconds, 4 for each
+    part = SimpleNamespace(nbytes=4 * int(train.SAVE_RATE), saved_here=True)
     states = SimpleNamespace(state_parts=lambda: {"a": part, "b": part})
     saver = SimpleNamespace(seconds=0.0, writing=False)
     signals = StopSignal()
@@ -338,26 +343,33 @@ def test_stop_after_counts_a_step_and_the_save(monkeypatch):
     never_saves = make(stop_after="100s", save_every=-1)
 
     def requests(at: float) -> list[float]:
+        """Return what each of the four requests when `at` seconds of the 100 have passed."""
         now[0] = at
         return [each.request() for each in (stop, other_rank, no_limit, never_saves)]
 
-    up = train.TIME_IS_UP
-    assert requests(92) == 4 * [0] and requests(93) == [up, 0, 0, 0]  # 8 seconds to save 1.6 GB
-    assert requests(101) == [up, 0, 0, up]
-    for seconds in (30, 10, 10):
-        stop.step_seconds.append(seconds)
-    assert requests(62) == 4 * [0] and requests(63) == [up, 0, 0, 0]  # the longest step counts
+    time_is_up = train.TIME_IS_UP
+
+    def assert_stops_after(last_second: float) -> None:
+        """Assert that `stop` goes on at this second, and requests a stop at the next one."""
+        assert requests(last_second) == [0, 0, 0, 0]
+        assert requests(last_second + 1) == [time_is_up, 0, 0, 0]
+
+    assert_stops_after(100 - 8)  # before the first step only the save is expected to take time
+    assert requests(101) == [time_is_up, 0, 0, time_is_up]
+    stop.step_seconds.extend([30, 10, 10])
+    assert_stops_after(100 - 8 - 30)  # the longest step counts
     stop.step_seconds.extend(train.RECENT_STEPS * [10])
-    assert requests(82) == 4 * [0] and requests(83) == [up, 0, 0, 0]  # of the recent ones
+    assert_stops_after(100 - 8 - 10)  # but only if it is recent
     saver.seconds = 20.0
-    assert requests(70) == 4 * [0] and requests(71) == [up, 0, 0, 0]  # the last save counts
+    assert_stops_after(100 - 20 - 10)  # the time of the last save is known now
     saver.writing = True
-    assert requests(50) == 4 * [0] and requests(51) == [up, 0, 0, 0]  # and the one under way
+    assert_stops_after(100 - 20 - 20 - 10)  # the save that is under way has to end first
+
     signals.number = int(signal.SIGUSR1)
     assert requests(0) == 4 * [signal.SIGUSR1]
     assert stop.agree_on(signal.SIGUSR1) == "stopped by SIGUSR1"
-    now[0] = 3661.2
-    assert stop.agree_on(up) == (
+    now[0] = 3661.2  # 1:01:01
+    assert stop.agree_on(time_is_up) == (
         "--stop-after 100s: 1:01:01 have passed, and another step with a save may take 0:00:50"
     )
 
@@ -366,8 +378,9 @@ def test_stop_after_counts_a_step_and_the_save(monkeypatch):
 def test_stop_after_ends_all_ranks_in_time(tmp_path):
     """Two ranks stop together in time, with status 0, and --resume auto goes on.
 
-    A resumed run has no limit unless its command gives one. Rank 1's clock is wrong. Catches ranks
-    that stop at different steps, and a limit that a resumed run inherits.
+    A resumed run has no limit unless its command gives one. Rank 1's clock is wrong, which changes
+    nothing because rank 0 decides. Catches ranks that stop at different steps, and a limit that a
+    resumed run inherits.
     """
     code = "if os.environ['RANK'] == '1': train.process_seconds = lambda: 1e9"
     flags = f"--out {tmp_path} --save-every 2 --steps"
@@ -387,7 +400,7 @@ def test_stop_after_ends_all_ranks_in_time(tmp_path):
 def test_stop_after_before_the_first_step(tmp_path, capsys):
     """If the start took all the time, the run ends without a step and without a checkpoint.
 
-    Catches a checkpoint of first weights, which would be resumed as if it were trained.
+    Catches a checkpoint of initial weights, which would be resumed as if they were trained.
     """
     main(f"--steps 3 --stop-after 1s --out {tmp_path}")  # this process is older than a second
     assert "have passed, and another step" in capsys.readouterr().out
@@ -400,7 +413,7 @@ def test_stop_after_before_the_first_step(tmp_path, capsys):
 @slow
 @parametrize("ranks, number", [(0, signal.SIGINT), (2, signal.SIGTERM)])
 def test_signals(ranks, number, tmp_path):
-    """After a signal to one rank or to all, all finish the step, save, and end with status 0.
+    """After a signal to one rank, all ranks finish the step, save, and end with status 0.
 
     Catches a stop without a checkpoint, and a rank that waits for ever.
     """
@@ -456,9 +469,9 @@ def test_data_that_goes_away(tmp_path):
 def test_faults_of_one_rank(tmp_path):
     """Faults of one of two ranks, each with its own folder, end neither rank too early.
 
-    First a disk is full. Then a rank writes for longer than the other one may wait in a collective.
-    Then data go away. Catches a fault of one rank that ends or hangs the other, or that loses its
-    training.
+    At step 2, rank 1's disk is full. At step 3, rank 0 writes for longer than rank 1 may wait in a
+    collective. At step 4, rank 1's data disappear. Catches a fault of one rank that ends or hangs
+    the other one, or that loses its training.
     """
     for rank in "01":
         (tmp_path / rank).mkdir()
@@ -484,8 +497,8 @@ on_file_event('step-00000004.tmp/rank-00001', lambda: Path('words.txt').unlink(m
 def test_lost_node_comes_back(tmp_path):
     """If one of two nodes is killed and comes back, the run resumes on both.
 
-    Each node is a torchrun with one rank. Their counts of restarts differ then. Catches a node that
-    cannot come back.
+    Each node is a torchrun with one rank. When the second node is back, the two have counted
+    different numbers of restarts. Catches a node that cannot come back.
     """
     port = get_free_port()
     torchrun = (
@@ -532,7 +545,7 @@ if 'LOST' in os.environ:
     ],
 )
 def test_failed_rank_is_named(victim, says, tmp_path):
-    """If a rank stops in a collective with its sockets open, the other one ends and names it.
+    """If a rank stops in a collective with its sockets open, the other rank ends and names it.
 
     Catches a dead rank that nobody names.
     """

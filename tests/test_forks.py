@@ -43,13 +43,15 @@ from test_all import (
 CPU = torch.device("cpu")
 
 
-def chunked(kept: str):
-    """Run a model's layers in token chunks, forward and backward."""
+def run_chunked(kept: str) -> None:
+    """Run a model's layers in token chunks, forward and backward.
+
+    kept: a row of test_all.KEEPS, which says how many chunks are kept, swapped and recomputed.
+    """
     llama = seeded_model(SIZES["gqa"], attention.Attention("cpu"))
     plan = activations_of(kept, 5, 3)
     offload.ChunkedLayers(llama, (2, SEQ), plan, SEQ - 10, CPU, torch.float64)
     llama(*example(seq=SEQ, vocab=67)).backward()
-    return llama
 
 
 class AddsInPlace(model.Block):
@@ -82,20 +84,20 @@ class ChangesWhatIsSaved(model.Block):
 def test_changes_in_place_are_refused(block, kept, monkeypatch, group):
     """A block that writes to its input, or to a tensor that backward needs, is refused.
 
-    Where all chunks are saved, PyTorch compares no versions. Catches the wrong gradients that this
-    gave without an error.
+    trace_block finds this on the meta device before the first step. If it did not, the step itself
+    would still end with an error. Catches wrong gradients without an error: chunks that are saved
+    do not go through PyTorch's own check of versions.
     """
     monkeypatch.setattr(model, "Block", block)
     half = "pre" if block is ScalesInputInPlace else "post"
     with raises(ValueError, match=f"block.{half} changes in place .* write `x = x \\+ y`"):
-        chunked(kept)
+        run_chunked(kept)
     monkeypatch.setattr(offload, "trace_block", functools.partial(unchecked, offload.trace_block))
+    # while a chunk is recomputed, autograd saves tensors, and PyTorch's own check finds the change
     recomputed = block is ChangesWhatIsSaved and kept in ("neither", "again")
-    error = (
-        RuntimeError if recomputed else ValueError
-    )  # RuntimeError: PyTorch's own error about a saved tensor
-    with raises(error, match="in ?place"):  # found also if trace_block did not see it
-        chunked(kept)
+    error = RuntimeError if recomputed else ValueError
+    with raises(error, match="in ?place"):
+        run_chunked(kept)
 
 
 def unchecked(trace_block, *args):
@@ -140,11 +142,10 @@ def backward_from_o(do, q, k, v, o, lse, mask):
     with torch.enable_grad():
         shares = (softcap_scores(*inputs[:2], mask) - lse[..., None]).exp()
         v = inputs[2].repeat_interleave(q.shape[2] // v.shape[2], 2)
-        o_here = torch.einsum("bhqk,bkhd->bqhd", shares, v)
-        lost = (
-            (do * o).sum(-1).transpose(1, 2)
-        )  # the part of the gradient that goes through the softmax's denominator
-        loss = (o_here * do).sum() - (shares.sum(-1) * lost).sum()
+        o_of_these_keys = torch.einsum("bhqk,bkhd->bqhd", shares, v)
+        # the part of the gradient that goes through the softmax's denominator
+        through_denominator = (do * o).sum(-1).transpose(1, 2)
+        loss = (o_of_these_keys * do).sum() - (shares.sum(-1) * through_denominator).sum()
         return torch.autograd.grad(loss, inputs)
 
 
@@ -174,8 +175,8 @@ def test_a_kernel_proves_that_it_may_run_on_a_ring(heads, kv_heads, monkeypatch)
         check(forward_by_position, backward_from_o)
 
 
-def test_a_kernel_says_its_sums_in_float32(monkeypatch):
-    """A kernel that returns the log-sum-exp in a narrower dtype is refused by name.
+def test_a_kernel_with_a_narrow_log_sum_exp_is_refused(monkeypatch):
+    """A kernel that returns the log-sum-exp (lse) in a narrower dtype than it should is refused.
 
     Catches a kernel whose lse takes fewer bytes than its host buffer has, and is less exact.
     """
@@ -187,11 +188,11 @@ def test_a_kernel_says_its_sums_in_float32(monkeypatch):
 
     monkeypatch.setitem(attention.KERNELS, "cpu", attention.Kernel(forward, cpu.backward, ()))
     with raises(ValueError, match="returned lse in torch.float32: it must be in torch.float64"):
-        chunked("kept")
+        run_chunked("kept")
 
 
-def test_a_kernel_says_that_it_takes_documents(monkeypatch):
-    """A kernel that does not say that it takes documents is refused for them.
+def test_a_kernel_that_does_not_declare_documents_is_refused(monkeypatch):
+    """A kernel that does not declare that it takes documents is refused for data with documents.
 
     Catches a kernel whose author has not thought of documents, and which attends across their
     borders.
@@ -248,8 +249,8 @@ class NormOfWeight(model.Block):
 def test_a_layer_proves_that_it_may_be_split(mode, monkeypatch):
     """A layer that tensor parallelism would split wrongly is refused under --tp.
 
-    Catches matrices that say something wrong about their rows or columns, and sums over heads that
-    are not matrix products. They would train wrong without an error.
+    Catches matrices whose `cut` says something wrong about their rows or columns, and sums over
+    heads that are not matrix products. They would train wrong without an error.
     """
     for name in ("7b", "llama3-8b"):
         for flags in ({}, {"qkv_bias": True, "qk_norm": True}):
@@ -304,21 +305,21 @@ def test_a_layer_that_exchanges_on_one_rank_only_is_refused(monkeypatch):
 
 
 class GateBesideHeads(model.Block):
-    """A layer whose gate of x needs the same tokens as attention's output."""
+    """A layer that gates attention's output by x, so both must have the same tokens."""
 
     def post(self, x, o, positions):
         return super().post(x, o * x.mean(-1)[..., None, None], positions)
 
 
 class TokensInPairs(model.Block):
-    """A layer that needs an even number of tokens of x, but a rank has three of six."""
+    """A layer that needs an even number of tokens. In the check, a rank has three of six."""
 
     def pre(self, x, positions):
         return super().pre(x.unflatten(1, (-1, 2)).flatten(1, 2), positions)
 
 
-class NamesTokens(model.Block):
-    """A layer that fails for a reason of its own on some tokens."""
+class NeedsSixTokens(model.Block):
+    """A layer that fails with an error of its own unless it gets all six tokens of the check."""
 
     def post(self, x, o, positions):
         return super().post(x + {6: 0.0}[x.shape[1]], o, positions)
@@ -328,10 +329,11 @@ class NamesTokens(model.Block):
 def test_a_layer_that_needs_all_tokens_is_refused(mode, monkeypatch):
     """A layer that cannot run on a part of the tokens is refused by a sentence that names the mode.
 
-    Tensor modes msp and fsp give x of a rank's own tokens and o of all tokens. Catches a run that
-    ends by a traceback about shapes, and a rank whose error hides behind another rank's wait.
+    In tensor modes msp and fsp, a layer gets x of the rank's own tokens and o of all tokens.
+    Catches a run that ends with a traceback about shapes, and a rank whose error hides behind
+    another rank's wait.
     """
-    for block in (GateBesideHeads, TokensInPairs, NamesTokens):
+    for block in (GateBesideHeads, TokensInPairs, NeedsSixTokens):
         monkeypatch.setattr(model, "Block", block)
         with raises(ValueError, match=f"--tp-mode {mode}: .*does not run.*legal.*--tp-mode mtp"):
             tensor.check_tensor_parallel(model.MODELS["7b"], mode)
@@ -350,7 +352,8 @@ def lars(u):
 
 
 def cautious(u):
-    """Skip elements whose momentum and gradient disagree, and count them in the part it gets."""
+    """Skip elements whose momentum and gradient disagree, and scale the other updates by the share
+    of elements that agree, which is counted only in this part."""
     master, momentum = u.states["master"], u.states["momentum"]
     agree = (momentum * u.grad > 0.1).to(master.dtype)
     new = master - u.lr * momentum * agree / agree.mean()
@@ -358,16 +361,16 @@ def cautious(u):
     u.weight.copy_(optim.round_weight(master, u.weight.dtype))
 
 
-def by_index(u):
-    """Treat elements by their index in the part, not in the matrix."""
+def by_index_in_part(u):
+    """Scale each update by the element's index in the part, which is wrong in a second half."""
     master = u.states["master"]
     new = master - u.lr * u.grad * torch.arange(len(master))
     master.copy_(torch.where(u.finite, new, master))
     u.weight.copy_(optim.round_weight(master, u.weight.dtype))
 
 
-def by_first(u):
-    """Treat elements by their index in the matrix."""
+def by_index_in_matrix(u):
+    """Scale each update by the element's index in the matrix, which is right in any part."""
     master = u.states["master"]
     new = master - u.lr * u.grad * (u.start + torch.arange(len(master)))
     master.copy_(torch.where(u.finite, new, master))
@@ -375,6 +378,7 @@ def by_first(u):
 
 
 def forgets_skips(u):
+    """Update also after a step that is not finite."""
     master = u.states["master"]
     master.sub_(u.lr * u.grad)
     u.weight.copy_(optim.round_weight(master, u.weight.dtype))
@@ -385,18 +389,18 @@ def forgets_skips(u):
     [
         (lars, "master", "updating a matrix in two halves differs .* 'master'.* whole=True"),
         (cautious, "master momentum", "updating a matrix in two halves"),
-        (by_index, "master", "updating a matrix in two halves"),
-        (by_first, "master", None),
+        (by_index_in_part, "master", "updating a matrix in two halves"),
+        (by_index_in_matrix, "master", None),
         (forgets_skips, "master", "a step that is not finite changes 'master'"),
         (lars, "weight", 'its states are weight; .* one must be "master"'),
         (lars, "master master", "its states are master, master; states must have different names"),
     ],
 )
 def test_an_optimizer_proves_that_it_may_update_parts(update, states, says):
-    """An optimizer that takes a part for the whole matrix is refused if matrices are split.
+    """An optimizer that takes a part for the whole matrix is refused.
 
-    So is one that updates after a step that is not finite. Catches weights that were off without an
-    error with p > 1.
+    So is one that updates after a step that is not finite, and one whose list of states is wrong.
+    Catches weights that are wrong without an error as soon as ranks shard a matrix.
     """
     optim.check_optimizer("adamw", optim.ADAMW)
     optim.check_optimizer("muon", optim.OPTIMIZERS["muon"])
@@ -459,7 +463,7 @@ def test_an_export_proves_itself(flags, monkeypatch):
     hf.check_export(cfg, {})
     for block in (ParallelMLP, WithoutPositions):
         monkeypatch.setattr(model, "Block", block)
-        with raises(ValueError, match="--export: transformers computes other logits .* by 0|1"):
+        with raises(ValueError, match="--export: transformers computes other logits .* by [01]"):
             hf.check_export(cfg, {})
     monkeypatch.setattr(model, "Block", AddsNorm)
     with raises(ValueError, match="Hugging Face's files have no 'last_norm'"):
@@ -484,7 +488,7 @@ def test_an_export_that_transformers_refuses_is_a_sentence():
 
 
 class WideEveryThird(model.LLaMA):
-    """A layer that has a second MLP in every third layer."""
+    """A model that has one more matrix in every third layer."""
 
     def __init__(self, cfg, *args):
         super().__init__(cfg, *args)
@@ -495,7 +499,7 @@ class WideEveryThird(model.LLaMA):
 def test_parameters_are_counted_layer_by_layer(monkeypatch):
     """Parameters are counted right if layers differ.
 
-    Catches a count that takes every layer for the first one.
+    Catches a count that multiplies the first layer's parameters by the number of layers.
     """
     cfg = replace(model.MODELS["tiny"], layers=5)
     plain = model.param_count(cfg)
@@ -506,11 +510,11 @@ def test_parameters_are_counted_layer_by_layer(monkeypatch):
     assert plan.params == model.param_count(cfg) - vectors
 
 
-def test_first_weights_follow_from_what_a_weight_is():
-    """A weight's first values depend on what it is, not on its name.
+def test_initial_weights_do_not_depend_on_names():
+    """A weight's initial values depend on its class and its arguments, not on its name.
 
-    Catches values that follow from the end of a name: kv_down began 2.8 times too small, and a bias
-    named norm1_bias began at 1.
+    Catches values that follow from the end of a name: a matrix kv_down that begins 2.8 times too
+    small, and a bias norm1_bias that begins at 1.
     """
     cfg = replace(model.MODELS["tiny"], layers=2)
     llama = model.LLaMA(cfg)
@@ -519,12 +523,12 @@ def test_first_weights_follow_from_what_a_weight_is():
     block.fanout = model.Matrix(64, 100, residual=True)
     block.norm1_bias = model.Vector(64, "bias")
     block.scale = model.Vector(64, "norm")
-    starts = llama.weight_init
-    assert starts["blocks.0.kv_down.weight"] == (0.0, 0.1)
-    assert starts["blocks.0.fanout.weight"] == (0.0, 0.05)
-    assert starts["blocks.0.norm1_bias.weight"] == (0.0, 0.0)
-    assert starts["blocks.0.scale.weight"] == (1.0, 0.0)
-    assert starts["embed.weight"] == (0.0, 1.0)
+    mean_and_std = llama.weight_init
+    assert mean_and_std["blocks.0.kv_down.weight"] == (0.0, 0.1)  # 1 / sqrt(100 columns)
+    assert mean_and_std["blocks.0.fanout.weight"] == (0.0, 0.05)  # and 1 / sqrt(2 x 2 layers)
+    assert mean_and_std["blocks.0.norm1_bias.weight"] == (0.0, 0.0)
+    assert mean_and_std["blocks.0.scale.weight"] == (1.0, 0.0)
+    assert mean_and_std["embed.weight"] == (0.0, 1.0)
     with raises(ValueError, match="Vector\\(64, 'gain'\\): kind must be norm or bias"):
         model.Vector(64, "gain")
 
@@ -541,10 +545,11 @@ class OwnVocabulary(model.Block):
 
 
 def test_only_embedding_and_head_may_be_one_matrix(group):
-    """A matrix with two paths is refused, unless it is the embedding and the head of a tied model.
+    """A matrix that a model has under two names is refused, unless it is the embedding and the head
+    of a tied model.
 
-    Catches gradients of one of two uses that are lost, and a model that is tied although its
-    configuration, from which exports and plans follow, says that it is not.
+    Catches a matrix with two uses of which one use's gradient is lost, and a model that is tied
+    although its configuration, from which exports and plans follow, says that it is not.
     """
     cfg = model.MODELS["tiny"]
     tied_cfg = replace(cfg, tied=True)
@@ -650,7 +655,7 @@ class Weighted(m.LLaMA):
         return super().apply_head(x, labels, scale, per_token, positions)
 
 class LogN(m.Block):
-    """Scales queries by the logarithm of their position, and o by that of the token's own."""
+    """Scales queries, and the residual stream, by the logarithm of the token's position."""
 
     def pre(self, x, positions):
         q, k, v = super().pre(x, positions)
@@ -667,13 +672,13 @@ class LogN(m.Block):
 def test_forks_that_look_at_positions_are_right_on_any_rank(fork, tmp_path):
     """Forks that use the positions they are given train right on any rank.
 
-    Catches a fork that counts the tokens of a call as if they were a whole sequence. Then shifted
-    labels, learned positions and log-n attention were wrong without an error when ranks share a
-    sequence. With their positions, and the label after the next, all are right.
+    The forks use learned positions, weights by position, log-n attention, and a label two tokens
+    ahead. Catches positions or labels that count the tokens of a call as if they were a whole
+    sequence, which is wrong when ranks share a sequence or layers run in token chunks.
     """
-    where = "m.Block" if fork == "LogN" else "train.LLaMA"
-    code = f"{FORKS}\n{where} = {fork}\n"
-    found = {}
+    replaced_class = "m.Block" if fork == "LogN" else "train.LLaMA"
+    code = f"{FORKS}\n{replaced_class} = {fork}\n"
+    found = {}  # whether the data has documents -> the results of all runs on such data
     for i, (ranks, flags) in enumerate(
         (
             (0, ""),
@@ -689,9 +694,10 @@ def test_forks_that_look_at_positions_are_right_on_any_rank(fork, tmp_path):
         run(f"--steps 2 --eval-every 1 --dtype fp64 --batch 2 {flags} --out {out}", ranks, code)
         rows = [(row["loss"], row["grad_norm"], row["val_loss"]) for row in read_log(out)]
         found.setdefault("--document-token" in flags, []).append(rows)
-    for of_kind in found.values():
-        for rows in of_kind[1:]:
-            assert np.allclose(rows, of_kind[0], rtol=1e-9), fork
+    for one_rank, *others in found.values():
+        assert others
+        for rows in others:
+            assert np.allclose(rows, one_rank, rtol=1e-9), fork
 
 
 LOCAL = '''
@@ -720,8 +726,8 @@ attention.KERNELS["local"] = attention.Kernel(local_forward, local_backward, ())
 def test_attention_may_differ_by_layer(tmp_path):
     """A kernel knows its layer, so local and global layers may alternate.
 
-    Catches a kernel that is not told its layer: in token chunks each layer took the first one's
-    attention.
+    Catches a kernel that is not told its layer, or that is told the first layer's number for all
+    layers, as it was in token chunks.
     """
     cases = (
         (0, ""),
@@ -743,8 +749,11 @@ def test_attention_may_differ_by_layer(tmp_path):
     assert not np.allclose(losses(tmp_path / "global"), found[0], rtol=1e-6)
 
 
+updated = []  # (name, first element, end) of each update by momentum_in_bf16
+
+
 def momentum_in_bf16(u):
-    """SGD with momentum in bf16, which notes the elements that it updates."""
+    """SGD with momentum in bf16. It notes the elements that it updates."""
     master, momentum = u.states["master"], u.states["momentum"]
     assert (master.dtype, momentum.dtype) == (torch.float32, torch.bfloat16)
     assert u.weight.shape == master.shape == momentum.shape == u.grad.shape
@@ -753,9 +762,6 @@ def momentum_in_bf16(u):
     momentum.copy_(torch.where(u.finite, new, momentum.float()))
     master.copy_(torch.where(u.finite, master - u.lr * new, master))
     u.weight.copy_(optim.round_weight(master, u.weight.dtype))
-
-
-updated = []
 
 
 @parametrize("place", ["gpu", "host"])
@@ -824,12 +830,13 @@ def is_in_first_layers(name: str) -> bool:
 )
 @parametrize("kept", ["all", "mixed", "neither"])
 def test_frozen_weights_compute_no_gradient(frozen, kept, monkeypatch, group):
-    """Frozen weights get no gradient, and no product for one runs; others get what they get anyway.
+    """Frozen weights get no gradient, and no product for one runs. The other weights' gradients are
+    the same as in a model in which nothing is frozen.
 
-    Catches a product whose result nobody needs, the head's float32 gradient, and a gradient that
-    changes when another weight is frozen.
+    Catches a product whose result nobody needs, a float32 gradient of a frozen head, and a gradient
+    that changes when another weight is frozen.
     """
-    shapes = Counter()
+    shapes = Counter()  # shape of a weight -> products that ran for gradients of such weights
 
     def count_products(dy, x, out, beta):
         shapes[dy.shape[1], x.shape[1]] += 1
@@ -851,18 +858,19 @@ def test_frozen_weights_compute_no_gradient(frozen, kept, monkeypatch, group):
     for name, expected in grads[0].items():
         found = grads[1][name]
         assert found is None if frozen(name) else torch.equal(found, expected), name
-    of_trained = Counter(
-        tuple(p.shape) for p in llama.parameters() if p.requires_grad and p.dim() > 1
-    )
-    del of_trained[tuple(llama.embed.shape)]
-    for shape in set(shapes) - {tuple(llama.head.shape)}:
-        assert shape in of_trained
-        chunks = 1 if kept == "all" else 3
-        assert shapes[shape] == chunks * of_trained[shape]
-    assert (tuple(llama.head.shape) in shapes) == (not frozen("head.weight"))
+
+    # one product per token chunk for each matrix of a layer that trains. The embedding has none,
+    # and the head's products depend on its own pieces
+    head_shape = tuple(llama.head.shape)
+    trained = Counter(tuple(p.shape) for p in llama.blocks.parameters() if p.requires_grad)
+    chunks = 1 if kept == "all" else 3
+    expected = {shape: chunks * count for shape, count in trained.items() if len(shape) == 2}
+    assert (head_shape in shapes) == (not frozen("head.weight"))
+    del shapes[head_shape]
+    assert shapes == expected
 
 
-class NotesUses(ops.PlainEvents):
+class RecordsReads(ops.PlainEvents):
     """Notes which matrices backward reads."""
 
     def __init__(self):
@@ -893,7 +901,7 @@ def test_first_layers_that_are_frozen_have_no_backward(trained, first, kept, gro
     """
     llama = frozen_model(lambda name: name != trained, attention.Attention("cpu"))
     assert llama.forward_only_layers == first
-    events = NotesUses()
+    events = RecordsReads()
     for module in llama.modules():
         if isinstance(module, model.Matrix):
             module.events = events
@@ -918,10 +926,12 @@ def test_first_layers_that_are_frozen_have_no_backward(trained, first, kept, gro
         assert len(layers.free_host_buffers) == 1
 
 
-def test_sums_of_gradients_in_bf16(group):
-    """States keep the sums of micro-batches in float32, or in bf16, and refuse too many in bf16.
+def test_gradients_accumulate_in_float32_or_bf16(group):
+    """Gradients of micro-batches are accumulated in float32, or in bf16 with --grad-sums dtype. In
+    bf16, more than 128 micro-batches are refused.
 
-    Catches a sum that takes the memory of the other, and one that rounds all its summands away.
+    Catches a sum that takes the other dtype's memory, and a sum in bf16 that has grown so large
+    that the next micro-batch is rounded away.
     """
     for grad_sums, size in (("fp32", 4), ("dtype", 2)):
         with torch.device("meta"):
@@ -937,9 +947,10 @@ def test_sums_of_gradients_in_bf16(group):
 
 
 def test_states_of_frozen_weights_are_their_values(group):
-    """A frozen weight has its values, and neither a gradient nor a state, in memory and in parts.
+    """A frozen weight has only its values, without a gradient or an optimizer state, in memory and
+    in a checkpoint.
 
-    Catches memory that a frozen weight takes, and a step that changes it.
+    Catches memory that a frozen weight takes in vain, and values that a checkpoint lacks.
     """
     with torch.device("meta"):
         llama = model.LLaMA(SIZES["gqa"])
@@ -947,7 +958,7 @@ def test_states_of_frozen_weights_are_their_values(group):
     llama.blocks[3].down.frozen = llama.norm.frozen = False
     states = shard.States(llama, CPU, torch.bfloat16, micro_batches=2, num_chunks=3)
     sizes = states.bytes()
-    trained = 1024  # 24 * 40, with padding
+    trained = 1024  # elements: `down` has 24 x 40, and is padded
     assert sizes["gradients"] == 4 * trained and sizes["optimizer"] == 12 * trained
     matrices = sum(p.numel() for p in llama.parameters() if p.dim() > 1)
     assert 2 * matrices <= sizes["parameters"] <= 2 * matrices + 2 * 128 * 22  # with padding
@@ -960,7 +971,7 @@ def test_states_of_frozen_weights_are_their_values(group):
 
 
 def test_all_frozen_is_refused(monkeypatch, tmp_path):
-    """A run that would train nothing is refused; without steps it is not.
+    """A run that would train no weight is refused, unless it has no steps.
 
     Catches a run that computes for days and changes no weight.
     """
@@ -994,8 +1005,10 @@ def test_resume_trains_the_same_weights(tmp_path, monkeypatch):
 
 
 class FrozenExpert(model.Block):
-    """A layer with two frozen matrices that only ranks below `users` use. They come first, so that
-    backward uses them last."""
+    """A layer with two frozen matrices that only the first `users` ranks use.
+
+    They come first in the layer, so that backward uses them last.
+    """
 
     users = 0
 
@@ -1046,7 +1059,8 @@ def skip_frozen_matrices(lines: list[str]) -> None:
             _, norm, finite = train.run_step(llama, states, batch, 0.1, 0.0)
             assert finite and norm > 0
 
-    # a matrix that trains must not be skipped, also if no vector's gradient tells all ranks
+    # A matrix that trains must not be skipped. All ranks must notice it, even if the model has no
+    # trained vector, whose gradient would tell them.
     train.LLaMA, FrozenExpert.users = OnlyMatrices, 1
     made, llama, states = make_run(make_case("2"), groups, SpoilingStream)
     train.load_random_weights(made, states)
@@ -1058,9 +1072,9 @@ def skip_frozen_matrices(lines: list[str]) -> None:
 
 @slow
 def test_frozen_matrices_may_be_skipped():
-    """A rank that does not use a frozen matrix is no misuse, and no rank waits for it.
+    """A rank may leave out a frozen matrix, and no other rank waits for it.
 
-    Catches an all-gather that only some ranks launch, and a misuse that only one rank notices
-    because no vector trains.
+    Catches an all-gather that only some ranks launch, and a trained matrix that is left out, which
+    only one rank notices because no vector trains.
     """
     on_ranks(2, skip_frozen_matrices, ["2 p=2 g=2 os=2", "2 p=2 g=2 os=2 keep=mixed"])

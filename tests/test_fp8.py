@@ -1,4 +1,5 @@
-"""Show that products in float8 round as they should, and depend on nothing else.
+"""Show that products in float8 round as they should, and that their results do not depend on what
+is kept, swapped or recomputed.
 
 Flags that float8 does not allow are refused. Tests of the kernels run on GPUs only.
 """
@@ -54,7 +55,7 @@ def cast_with_scale_1(x: torch.Tensor) -> torch.Tensor:
     return fp8.cast_by_amax(x, x.new_tensor([fp8.LARGEST])).values.double()
 
 
-def in_words(cast: fp8.Cast) -> torch.Tensor:
+def values_of(cast: fp8.Cast) -> torch.Tensor:
     """Return the numbers that a cast stands for, in float64."""
     return cast.values.double() * cast.scale.double()
 
@@ -75,7 +76,8 @@ def products_of(
 
 
 def random_operands(dtype=torch.float64, device=CPU, tokens=40, rows=48, cols=32, width=0) -> list:
-    """Return random x (tokens, width or cols), W (rows, cols) and dy (tokens, rows)."""
+    """Return random x (tokens, width), W (rows, cols) and dy (tokens, rows). width: 0 means
+    cols."""
     rng = torch.Generator().manual_seed(0)
     shapes = (tokens, width or cols), (rows, cols), (tokens, rows)
     return [torch.randn(shape, generator=rng).to(device, dtype) for shape in shapes]
@@ -102,16 +104,18 @@ def test_casts_equal_the_formula():
     assert torch.equal(round_to_float8(between[1]), low)
     assert torch.equal(round_to_float8(between[3]), high)
 
+    # values that were halfway are even now: a multiple of two units in the last place, which is
+    # 2^-9 in subnormal numbers, and 1/16 of the mantissa in others
     halfway = round_to_float8(between[2])
-    mantissa = torch.frexp(halfway).mantissa * 16  # 4 significant bits
+    mantissa = torch.frexp(halfway).mantissa * 16
     subnormal = halfway.abs() < 2**-6
     assert torch.all(torch.where(subnormal, halfway * 2**9, mantissa) % 2 == 0)
 
 
 @parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_no_value_is_cut_off(dtype):
-    """Rows of any size keep their largest value, and equal the formula. They are cast by rows and
-    by columns, and their largest values are far above 448, or far below 1.
+    """Casts by rows and by columns equal the formula, and each row keeps its largest value, whether
+    this value is far above 448 or far below 1.
 
     Catches one scale for the whole matrix, and values that become 448 or 0.
     """
@@ -119,9 +123,9 @@ def test_no_value_is_cut_off(dtype):
     x = x * torch.logspace(-9, 30, len(x), dtype=torch.float64)[:, None].to(dtype)
     for rows, cast in zip((x, x.t()), fp8.cast_both(x, *fp8.largest_values(x, True, True))):
         assert cast.values.double().abs().amax(1).eq(fp8.LARGEST).all()
-        assert relative(in_words(cast), quantise(rows.double())) < 1e-6
+        assert relative(values_of(cast), quantise(rows.double())) < 1e-6
         largest = rows.double().abs() == rows.double().abs().amax(1, keepdim=True)
-        error = (in_words(cast) / rows.double() - 1).abs()
+        error = (values_of(cast) / rows.double() - 1).abs()
         assert error[largest].max() < 1e-6
 
 
@@ -193,8 +197,10 @@ def test_float8_leaves_out_some_matrices():
 
 
 def weights_after_two_steps(line: str, keeps_casts: bool = True) -> torch.Tensor:
-    """Train a case for two steps. Return all weights, in one row. keeps_casts: of weights, from one
-    update to the next."""
+    """Train a case for two steps. Return all weights, in one row.
+
+    keeps_casts: whether casts of weights are kept from one update to the next.
+    """
     run, model, states = make_run(make_case(line), {}, SpoilingStream)
     model.blocks[0].qkv.products.keeps_casts = keeps_casts  # all matrices share it
     train.load_random_weights(run, states)
@@ -225,9 +231,9 @@ def test_weights_do_not_depend_on_what_is_kept(dtype, group):
 
 def test_resume_and_export(tmp_path, capsys):
     """A resumed run trains in float8 as an uninterrupted one does, and exports its weights. A run
-    may go on with the other kind of products.
+    may change between products in float8 and in the model's dtype when it is resumed.
 
-    Catches a checkpoint that lacks something, casts of the first weights that are used after a
+    Catches a checkpoint that lacks something, casts of the initial weights that are used after a
     resume, and an export of rounded weights.
     """
     main(f"--products fp8 --save-every 3 --keep 9 --out {tmp_path}/a")
@@ -267,9 +273,9 @@ def test_resume_and_export(tmp_path, capsys):
     ],
 )
 def test_planner_refuses_fp8(flags, message, capsys):
-    """A tensor-parallel mode that float8 does not have is refused before anything runs.
+    """A tensor-parallel mode that does not work with float8 is refused before anything runs.
 
-    Catches a flag that is dropped without an error.
+    Catches a flag that is ignored without an error.
     """
     with raises(SystemExit) as e:
         planner.main(["--model", "1b", "--ranks", "2", "--products", "fp8", *flags.split()])
@@ -277,8 +283,9 @@ def test_planner_refuses_fp8(flags, message, capsys):
 
 
 def test_slices_must_be_multiples_of_16():
-    """A tp that cuts a matrix into slices which float8 does not have is refused, and the error says
-    which matrix. `auto` leaves it out. It is legal if the whole matrix stays in the model's dtype.
+    """With float8, a tp is refused if a slice of a matrix would have a size that is no multiple of
+    16, and the error names the matrix. `--tp auto` leaves out such a tp. It is legal if the whole
+    matrix is not in float8 anyway.
 
     Catches an assertion of the engine in place of an error, and results that depend on tp.
     """
@@ -304,8 +311,8 @@ def test_slices_must_be_multiples_of_16():
 
 
 def test_slices_of_a_forks_matrix_must_be_multiples_of_16():
-    """A matrix that a fork adds is refused by name if tp cuts it into slices that float8 does not
-    have, because the planner does not know it.
+    """A fork's own matrix, which the planner does not know, is refused by name if its slices have
+    sizes that are no multiples of 16.
 
     Catches an assertion of the engine, which would not say what to do.
     """
@@ -349,10 +356,11 @@ def test_run_names_matrices_that_tensor_parallelism_leaves_whole(tmp_path, capsy
 
 
 def test_planner_keeps_casts_where_they_fit():
-    """Casts of weights are kept for a step if there is room, and if weights are not gathered. The
-    plan says so, and how much faster float8 makes it.
+    """Casts of weights are kept for a step if there is room. The plan says so, and it says how much
+    faster float8 makes the step.
 
-    Catches casts that are made again in each micro-batch, and a flag that gives nothing.
+    Catches casts that are made again in each micro-batch although there is room, and a flag that
+    gains little and does not say so.
     """
 
     def best(model: str, seq: int, batch: int, cluster="h100x1", ranks=1, **flags) -> tuple:
@@ -391,9 +399,10 @@ def test_bound_is_that_of_float8_products(monkeypatch):
 
 
 def test_float8_bytes_are_counted():
-    """A plan with float8 products counts casts of activations and of weights, and no more.
+    """A plan with float8 products counts casts of activations and of weights, which a GPU needs in
+    addition to all other tensors.
 
-    Catches a run that is planned to fit and does not. A GPU needs them beside all other tensors.
+    Catches a run that is planned to fit and runs out of memory.
     """
     plans = [replace(SMALL_PLAN, products=products) for products in ("dtype", "fp8")]
     moment = "product of down"
@@ -409,9 +418,8 @@ def test_float8_bytes_are_counted():
     assert bytes_of_casts(plans[0]) == 0 and bytes_of_casts(plans[1]) == 2 * layer
     kept = replace(plans[1], keeps_casts=True)
     assert bytes_of_casts(kept) == 2 * SMALL_PLAN.stage_layers * layer
-    odd = replace(
-        plans[1], model=replace(SMALL_PLAN.model, ffn=f + 1)
-    )  # gate_up and down stay in bf16
+    # gate_up and down stay in bf16, because one of their sizes is odd
+    odd = replace(plans[1], model=replace(SMALL_PLAN.model, ffn=f + 1))
     assert bytes_of_casts(odd) == 2 * 4 * c * c
 
 
@@ -436,8 +444,8 @@ def test_gpu_casts_equal_the_plain_ones(shape):
         assert torch.equal(found, rows.abs().amax(1, True).float())
 
     casts = fp8.cast_both(x, *amax)
-    alone = fp8.cast_both(x, amax[0], None)[0], fp8.cast_both(x, None, amax[1])[1]
-    for rows, cast, same, largest in zip((x, x.t()), casts, alone, amax):
+    one_by_one = fp8.cast_both(x, amax[0], None)[0], fp8.cast_both(x, None, amax[1])[1]
+    for rows, cast, same, largest in zip((x, x.t()), casts, one_by_one, amax):
         expected = fp8.cast_by_amax(rows, largest)
         assert torch.equal(cast.scale, expected.scale)
         values = cast.values.view(torch.uint8)

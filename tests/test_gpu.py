@@ -37,7 +37,8 @@ from test_all import (
 
 
 def gpu_cases(ranks: int) -> list[dict]:
-    """Return this many ranks' cases for GPUs: those in float64, and some with real kernels."""
+    """Return the cases that this many ranks run on GPUs: test_all.py's float64 cases, and bf16
+    cases with each attention kernel that runs here."""
     cases = [
         case | {"device": "cuda", "kernel": "naive"}
         for case in CASES
@@ -56,12 +57,10 @@ def gpu_cases(ranks: int) -> list[dict]:
         f"model=wide block=norms products=fp8 micro=2 keep=mixed p={ranks} g={ranks} os={ranks}",
         f"model=wide block=norms products=fp8 tp={ranks} mode=mtp",
     ]
-    wide = [
-        case
-        for case in (make_case(f"{ranks} dtype=bf16 {line}") for line in lines)
-        if is_usable(case)
-    ]
-    return cases + [case | {"device": "cuda", "kernel": name} for case in wide for name in kernels]
+    bf16_cases = [make_case(f"{ranks} dtype=bf16 {line}") for line in lines]
+    for case in filter(is_usable, bf16_cases):
+        cases += [case | {"device": "cuda", "kernel": name} for name in kernels]
+    return cases
 
 
 @needs_gpu
@@ -77,15 +76,21 @@ def test_gpu_equals_one_process(ranks, tmp_path):
 
 
 def check_waits(cases: list[dict], hidden: set[str], folder: Path) -> None:
-    """Ignore one line that makes a stream wait at a time, and print whether a case goes wrong.
+    """Ignore one waiting line of the source at a time, and print whether a case goes wrong then.
 
-    It tries each line that these cases reach and that is not in `hidden`. Runs on each rank.
+    It tries each line that makes a stream wait, that these cases reach, and that is not in
+    `hidden`. It prints "RIGHT" if no case goes wrong. Runs on each rank.
+
+    A line is called a *site*, such as "shard.States.reduce_unit:812:begins". It ends in "begins" if
+    the line calls after_compute: a side stream's work waits for compute before it begins. Else it
+    ends in "waits".
     """
     expose_races()
     print(f"DELAY_SEED={DELAY_SEED} repeats these delays", flush=True)
     torch.compiler.set_stance("force_eager")
-    left_out, reached, groups = None, [], {}
-    passed_on = {"wait", "wait_stream", "after_compute", "__enter__"}
+    left_out = None  # the site that is ignored now
+    reached, groups = [], {}  # for each case: the sites that this rank reached
+    passed_on = {"wait", "wait_stream", "after_compute", "__enter__"}  # they wait for their caller
 
     def may_be_left_out(wait: Callable) -> Callable:
         def wait_unless_left_out(*args):
@@ -100,7 +105,8 @@ def check_waits(cases: list[dict], hidden: set[str], folder: Path) -> None:
             if site != left_out:
                 wait(*args)
                 if begins and left_out and left_out.endswith("waits"):
-                    with torch.cuda.stream(args[0]):  # the work that is waited for is late
+                    # delay the side stream's work, for which the ignored line would wait
+                    with torch.cuda.stream(args[0]):
                         torch.cuda._sleep(10**6)
 
         return wait_unless_left_out
@@ -109,35 +115,36 @@ def check_waits(cases: list[dict], hidden: set[str], folder: Path) -> None:
     DelayedMessage.wait_for_work = may_be_left_out(DelayedMessage.wait_for_work)
 
     # run all cases once, and note the sites that they reach
-    asked = list(zip(cases, torch.load(folder / "references")))
-    for case, reference in asked:
+    cases_with_references = list(zip(cases, torch.load(folder / "references")))
+    for case, reference in cases_with_references:
         reached.append(set())
         assert_equals_plain(case, groups, reference)
-    every = [None] * dist.get_world_size()
-    dist.all_gather_object(every, reached)
-    reached_by = [
-        set().union(*ranks) for ranks in zip(*every)
-    ]  # for each case: the sites that any rank reached
+    reached_by_rank = [None] * dist.get_world_size()
+    dist.all_gather_object(reached_by_rank, reached)
+    # for each case: the sites that any rank reached
+    sites_by_case = [set().union(*sites_of_ranks) for sites_of_ranks in zip(*reached_by_rank)]
 
     # ignore one site after the other
-    for left_out in sorted(set().union(*reached_by)):
-        name, _, what = left_out.split(":")
-        if f"{name} {what}" in hidden:
+    for left_out in sorted(set().union(*sites_by_case)):
+        name, _, kind = left_out.split(":")
+        if f"{name} {kind}" in hidden:
             continue
-        missed = False
-        reaching = [pair for pair, sites in zip(asked, reached_by) if left_out in sites]
+        goes_wrong = False
+        reaching = [
+            pair for pair, sites in zip(cases_with_references, sites_by_case) if left_out in sites
+        ]
         for case, reference in 8 * reaching:  # several times, because delays are random
             try:
                 assert_equals_plain(case, groups, reference)
             except AssertionError:  # it fails on all ranks or on none
-                missed = True
+                goes_wrong = True
                 break
-        print(f"without {left_out}: {'wrong' if missed else 'RIGHT'}", flush=True)
+        print(f"without {left_out}: {'wrong' if goes_wrong else 'RIGHT'}", flush=True)
 
 
 @needs_gpu
 @parametrize(
-    "ranks, shown, hidden, lines",
+    "ranks, least_wrong, hidden, lines",
     [
         (
             1,
@@ -174,30 +181,36 @@ def check_waits(cases: list[dict], hidden: set[str], folder: Path) -> None:
         ),
     ],
 )
-def test_gpu_waits(ranks, shown, hidden, lines, tmp_path):
+def test_gpu_waits(ranks, least_wrong, hidden, lines, tmp_path):
     """If a line of the source does not wait, a case goes wrong.
 
-    Left out are the waits in `hidden`: a whole step hides them, or no work is under way at them (on
-    one rank, or when a ring begins), or they are for messages, which NCCL's works may hold, or the
-    test with one rank shows them. Two ranks need two GPUs, because gloo's collectives make the host
-    wait. Catches a wait that is missing, or one that no case needs.
+    Catches a wait that is missing, or one that no case needs. least_wrong: how many waiting lines
+    these cases must show at least. Two ranks need two GPUs, because gloo's collectives make the
+    host wait.
+
+    The waits in `hidden` are left out, each for one of these reasons:
+        - The wait comes a whole step after the work that it waits for.
+        - No work is under way when it waits: on one rank, or when a ring begins.
+        - It waits for a message, for which NCCL's own work object may wait already.
+        - The cases on one rank show it already.
     """
     if ranks > GPUS:
         pytest.skip(f"{GPUS} GPUs")
     cases = [make_case(f"{ranks} {line} device=cuda kernel=naive") for line in lines]
     torch.save([reference_of_case(case) for case in cases], tmp_path / "references")
     text = on_ranks(ranks, check_waits, cases, hidden, tmp_path, gpus=ranks)
-    assert "RIGHT" not in text and len(set(re.findall("without .*: wrong", text))) >= shown, text
+    assert "RIGHT" not in text, text
+    assert len(set(re.findall("without .*: wrong", text))) >= least_wrong, text
 
 
 @needs_gpu
 def test_gpu_attention_past_two_to_the_31():
     """Attention over a million tokens and 17 heads is right in its last head.
 
-    The last head equals a run with this head only, and its later rows equal the definition in
-    float64. Catches an index past 2^31.
+    The last head equals a run with this head only, and some rows of its second half equal the
+    definition in float64. Catches an index past 2^31.
     """
-    device, seq, heads = torch.device("cuda"), 2**20, 17
+    device, seq, heads = torch.device("cuda"), 2**20, 17  # 17 heads of 128: 2.28e9 elements, > 2^31
     op = attention.Attention(attention.pick_kernel("auto", device, torch.bfloat16))
     torch.manual_seed(0)
     inputs = [torch.randn(1, seq, heads, 128, device=device).bfloat16() for _ in range(4)]
@@ -210,24 +223,26 @@ def test_gpu_attention_past_two_to_the_31():
     last = [x[:, :, -1:].contiguous() for x in inputs]
     for ours, alone in zip(whole, passes(*last)):
         assert relative(ours[:, :, -1:], alone) < 1e-3
-    at = torch.arange(seq // 2 + 1, seq, seq // 9, device=device)
+
+    rows = torch.arange(seq // 2 + 1, seq, seq // 9, device=device)
     q, k, v, do = (x[0, :, 0].double() for x in last)  # (T, D)
-    scores = q[at] @ k.t() / 128**0.5
-    scores.masked_fill_(torch.arange(seq, device=device) > at[:, None], -torch.inf)
+    scores = q[rows] @ k.t() / 128**0.5
+    scores.masked_fill_(torch.arange(seq, device=device) > rows[:, None], -torch.inf)
     p = scores.softmax(-1)
     o = p @ v
-    ds = p * (do[at] @ v.t() - (do[at] * o).sum(-1, keepdim=True))
-    assert relative(whole[0][0, at, -1], o) < 0.02
-    assert relative(whole[1][0, at, -1], ds @ k / 128**0.5) < 0.02
+    ds = p * (do[rows] @ v.t() - (do[rows] * o).sum(-1, keepdim=True))
+    assert relative(whole[0][0, rows, -1], o) < 0.02  # 2 %: the rounding of bf16
+    assert relative(whole[1][0, rows, -1], ds @ k / 128**0.5) < 0.02
 
 
 @needs_gpu
 def test_gpu_float8_past_two_to_the_31():
     """An MLP in float8 on 131,072 tokens, whose middle has 3.8 billion numbers, is right.
 
-    Its output and its input's gradient equal those of the two halves bit for bit. The gradients of
-    its matrices have other scales per half, so they agree as float8 does. Catches an index past
-    2^31 in our kernels, in the compiler's and in the product.
+    Its output and its input's gradient equal those of the two halves of the tokens bit for bit. In
+    the gradients of its matrices, each half has scales of its own, so they agree up to the rounding
+    of float8. Catches an index past 2^31 in our kernels, in the compiler's kernels and in the
+    product.
     """
     device, tokens, dim, hidden = torch.device("cuda"), 2**17, 4096, 14336
     if not fp8.has_float8(device):
@@ -261,9 +276,10 @@ def test_gpu_float8_past_two_to_the_31():
 @needs_gpu
 @parametrize("kernel", attention.KERNELS)
 def test_gpu_documents(kernel):
-    """Attention in two sequences of documents equals the definition in float64 per document.
+    """Attention in two sequences of documents equals the definition in float64, in each document.
 
-    Documents have from one token to thousands. Catches attention across a document's border.
+    A document has between one token and thousands of tokens. Catches attention across a document's
+    border.
     """
     device = torch.device("cuda")
     if why := attention.why_not(kernel, device, torch.bfloat16, documents=True):
@@ -283,5 +299,6 @@ def test_gpu_documents(kernel):
     for name, ours, want in zip("o dq dk dv".split(), passes(kernel, *inputs), exact):
         for cut in documents.slices():
             x, y = (t.flatten(0, 1)[cut] for t in (ours, want))
-            size = y.norm() + 1e-3 * y.numel() ** 0.5  # dq and dk are 0 in a document of one token
+            # the second term: dq and dk are 0 in a document of one token
+            size = y.norm() + 1e-3 * y.numel() ** 0.5
             assert (x - y).norm() < 0.01 * size, (cut, name)

@@ -1,4 +1,4 @@
-"""Hardware profiles: files, rates between measured points, and measuring a machine."""
+"""Test hardware profiles: their files, rates between measured points, and measuring a machine."""
 
 import ast
 import math
@@ -15,11 +15,14 @@ from test_all import ROOT, on_ranks, parametrize, slow
 
 
 def test_profiles_between_points_and_at_their_ends():
-    """Rates between measured points are linear in the logarithm, and beyond them stay at the last.
-    Catches a rate that no machine has."""
+    """Between measured points, rates are linear in the logarithm of the size. Beyond the first and
+    the last point, they stay as they are there.
+
+    Catches a rate that no machine has.
+    """
     points = [[1e6, 10.0], [1e8, 30.0]]
-    rates = [hardware.interpolate(points, at) for at in (1, 1e7, 1e8, 1e12)]
-    assert rates == approx([10, 20, 30, 30])  # linear in the logarithm
+    rates = [hardware.interpolate(points, size) for size in (1, 1e7, 1e8, 1e12)]
+    assert rates == approx([10, 20, 30, 30])
     grid = [[16, 1, 1.0], [16, 4, 3.0], [64, 1, 5.0], [64, 4, 7.0]]
     assert hardware.interpolate_twice(grid, 32, 2) == approx(4)
     assert hardware.interpolate_twice(grid, 1, 99) == 3
@@ -65,9 +68,12 @@ def test_profiles_between_points_and_at_their_ends():
         ("}", "is no profile"),
     ],
 )
-def test_profiles_that_are_none(edit, message, tmp_path):
-    """A profile with a broken value is refused by its key; a file's last key counts. Catches a
-    broken file that is taken."""
+def test_broken_profiles_are_refused(edit, message, tmp_path):
+    """A profile with a broken value is refused, and the error names the key.
+
+    Catches a broken file that is used. edit: a key and its value. It is added at the end of a whole
+    profile, where it counts, because the last one of equal keys does.
+    """
     file = tmp_path / "mine.json"
     whole = (hardware.PROFILES / "h200x2.json").read_text()
     file.write_text(whole.rstrip().removesuffix("}") + f", {edit}}}")
@@ -76,8 +82,11 @@ def test_profiles_that_are_none(edit, message, tmp_path):
 
 
 def test_profiles_are_files(tmp_path, monkeypatch):
-    """A profile is found by name or by path, whatever GPU that is called after. Catches a file that
-    is taken for another one."""
+    """A profile is found by its name or by its path, even if a folder in the path is named after
+    another GPU.
+
+    Catches a file that is taken for another one.
+    """
     folder = shutil.copytree(hardware.PROFILES, tmp_path / "H100")
     monkeypatch.setattr(hardware, "PROFILES", folder)
     for name in hardware.profile_files():
@@ -91,7 +100,8 @@ def test_profiles_are_files(tmp_path, monkeypatch):
 
 
 def test_the_profile_that_was_measured_last_is_used(tmp_path, monkeypatch):
-    """Of profiles of the same GPU and size of nodes, the newest one counts, whatever its name.
+    """Of profiles for the same GPU and number of GPUs per node, the newest one is used, whatever
+    its name.
 
     Catches a profile that a user has measured, and that train.py ignores.
     """
@@ -104,9 +114,13 @@ def test_the_profile_that_was_measured_last_is_used(tmp_path, monkeypatch):
 
 
 def test_known_profiles_are_those_of_the_node():
-    """A GPU has the profile of the smallest node that has so many GPUs, else the largest, by a name
-    in any case. Without one of its own, it has an H200's by the ratio of data sheets; with neither,
-    an H200's, and the name says so. Catches the rates of another machine."""
+    """Of a GPU's profiles, the one of the smallest node with at least as many GPUs is used, else
+    that of the largest node.
+
+    A GPU without a profile has the rates of an H200, scaled by their data sheets. A GPU without a
+    data sheet has the rates of an H200, and the profile's name says so. Catches the rates of
+    another machine.
+    """
     for per_node, name in ((1, "h200x2"), (2, "h200x2"), (3, "h200x8"), (16, "h200x8")):
         assert hardware.find_profile("NVIDIA H200", per_node).name == name
     base, large, unknown = (
@@ -131,8 +145,11 @@ def test_known_profiles_are_those_of_the_node():
     assert hardware.load_profile("H100", 8) == eight
 
 
-def test_files_of_the_ground_floor_import_none_of_the_others():
-    """Six files can be read by themselves. Catches a helper that ties one of them to the engine."""
+def test_six_files_import_no_other_file_of_the_project():
+    """Six files can be read by themselves, because they import no other file of the project.
+
+    Catches a helper that ties one of them to the engine.
+    """
     project = {path.stem for path in ROOT.glob("*.py")}
     for name in ("data", "hardware", "memplan", "ops", "ranks", "streams"):
         nodes = [*ast.walk(ast.parse((ROOT / f"{name}.py").read_text()))]
@@ -144,9 +161,11 @@ def test_files_of_the_ground_floor_import_none_of_the_others():
 
 
 def test_rates_belong_to_a_kernel_and_launches_to_a_host():
-    """A kernel that the profile lacks has the rates of the nearest one, and a host that it lacks
-    has the launches of the first one. Catches the seconds of another kernel where its own are
-    known."""
+    """A kernel that the profile lacks has the rates of the nearest kernel, and a host that the
+    profile lacks has the launches of the first host.
+
+    Catches a kernel or a host that has the seconds of another one although its own are known.
+    """
     machine = hardware.load_profile("h200x2")
     assert [*machine.attention] == ["fa4", "cudnn", "flash"]
     for kernel in machine.attention:
@@ -174,19 +193,22 @@ def test_rates_belong_to_a_kernel_and_launches_to_a_host():
 
 
 def measured_profile_worker():
-    """memory is what makes costs.py count the measured seconds of a layer."""
+    """Measure a profile, and check its rates. Runs on each rank."""
     machine = measure.Machine(torch.device("cpu"), torch.float32, ["cpu"], 2)
     measured = machine.profile("here", {})
     hardware.check_profile(measured)
     assert measured.sources == {"all": "measured"} and measured.peak_flops is None
     assert [*measured.attention] == ["cpu"] and [*measured.launch] == [hardware.processor_name()]
     assert 1e6 < min(measured.memory, measured.optimizer, measured.state_streaming) < 1e15
+
+    # If a layer takes the seconds that costs.py counts for a memory rate of 1e6, this rate is
+    # found.
     cfg, _ = machine.make_layers()
     known = replace(measured, memory=1e6)
     counted = measure.predicted_layer_seconds(known, cfg, machine.dtype, machine.layer_size)
     machine.time = lambda fn: cfg.layers * counted
-    fast = replace(measured, memory=math.inf)
-    assert machine.memory_rate(fast) == approx(1e6)
+    rest = replace(measured, memory=math.inf)  # the rest of the profile, without a memory rate
+    assert machine.memory_rate(rest) == approx(1e6)
     assert [*measured.collectives["all_gather"]] == ["2x1"]
     forward, backward = machine.head_group_launches()  # as on GPUs, with all-to-alls
     assert 1e-6 < forward < 1 and 1e-6 < backward < 1
@@ -194,15 +216,17 @@ def measured_profile_worker():
 
 @slow
 def test_profiles_are_measured_by_all_ranks():
-    """Two ranks measure a profile of this machine, and its memory rate is the one from which
-    costs.py counts the measured seconds of a layer. Catches a measured rate that is of no
-    machine."""
+    """Two ranks measure a profile of this machine. Its memory rate is the one with which costs.py
+    counts as many seconds for a layer as were measured.
+
+    Catches a rate that no machine has.
+    """
     on_ranks(2, measured_profile_worker)
 
 
 def test_profile_of_a_gpu_without_float8_has_no_rates_of_it(monkeypatch):
-    """An H200's rates of float8 products are scaled to an H20, which has float8, and left out for
-    an A100, which has not.
+    """An H200's rates of float8 products are scaled for an H20, which has float8, and left out for
+    an A100, which has none.
 
     Catches a plan that counts on products which an A100 cannot run.
     """

@@ -1,4 +1,5 @@
-"""Hugging Face models: imported, trained, resumed and exported as transformers computes them."""
+"""Test that Hugging Face models are imported, trained, resumed and exported as transformers
+computes them."""
 
 import json
 import os
@@ -53,7 +54,8 @@ LLAMA3 = {
     "original_max_position_embeddings": 16,
 }
 YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "finetuned": True}
-PUBLISHED = {  # what config.json of each says, at a small size: trained at 64 tokens
+# name -> (model type, keys of the published config.json, at a small size: trained at 64 tokens)
+PUBLISHED = {
     "Llama 2": ("llama", {}),
     "Llama 3.2": (
         "llama",
@@ -98,21 +100,21 @@ PUBLISHED = {  # what config.json of each says, at a small size: trained at 64 t
 }
 
 
-def hf_edit(folder, file="config.json", **changes) -> Path:
-    """Change keys of a JSON file; ... takes one away."""
+def hf_edit(folder, file="config.json", **changes) -> None:
+    """Change keys of a JSON file. The value ... (Ellipsis) removes a key."""
     path = Path(folder) / file
-    c = json.loads(path.read_text()) | changes
-    path.write_text(json.dumps({k: v for k, v in c.items() if v is not ...}))
-    return path
+    content = json.loads(path.read_text()) | changes
+    path.write_text(json.dumps({key: v for key, v in content.items() if v is not ...}))
 
 
 def hf_error(model, theirs, seq: int) -> float:
-    """Return how far the logits are from those of transformers."""
+    """Return the relative difference of our logits from those of transformers."""
     tokens, _ = example(seq=seq, vocab=300)
     return relative(model(tokens), theirs(tokens).logits)
 
 
 def hf_load(folder, **kw):
+    """Return a folder's model as transformers loads it."""
     from transformers import AutoModelForCausalLM
 
     return AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", **kw)
@@ -128,9 +130,11 @@ def hf_back(model, folder: Path, source: dict, dtype=torch.float32):
 
 @parametrize("name", PUBLISHED)
 def test_hf_published(name, tmp_path, monkeypatch, group):
-    """Models as they are published have transformers' logits within and beyond the trained length,
-    and go back as the same architecture in several files. Catches rows of a fused matrix in the
-    wrong order, and a key that is not heard."""
+    """An import of a model as it is published has transformers' logits, within and beyond the
+    trained length. It is exported as the same architecture, in several files.
+
+    Catches rows of a fused matrix in the wrong order, and a key of config.json that is ignored.
+    """
     monkeypatch.setattr(checkpoint, "FILE_BYTES", 60_000)
     kind, keys = PUBLISHED[name]
     theirs = hf_model(tmp_path / "in", kind, **{"max_position_embeddings": 64} | keys)
@@ -158,9 +162,12 @@ def test_hf_published(name, tmp_path, monkeypatch, group):
 
 @parametrize("name", published_configs.PUBLISHED)
 def test_hf_published_configs(name, tmp_path):
-    """A folder with a published config.json gives the logits of transformers, or is refused by the
-    name of what is not supported. The sequence is longer than the trained length, or as long as the
-    sliding window. Catches a spelling of a key that transformers understands in another way."""
+    """A folder with a published config.json gives the logits of transformers, or is refused with an
+    error that names what is not supported.
+
+    The sequence is longer than the trained length, or as long as the sliding window. Catches a
+    spelling of a key that transformers understands in another way.
+    """
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config, refusal = published_configs.PUBLISHED[name]
@@ -192,8 +199,11 @@ def test_hf_published_configs(name, tmp_path):
     ],
 )
 def test_hf_rows_of_models_are_the_published_ones(name, published):
-    """A row of MODELS is the model that an import of the published one gives. Without an import it
-    is exported in the published architecture. Catches a wrong size, norm or rotary base."""
+    """A row of MODELS equals the configuration that an import of the published model gives. A model
+    from scratch is exported in the published architecture.
+
+    Catches a wrong size, norm or rotary base.
+    """
     source, _ = published_configs.PUBLISHED[published]
     assert hf.model_of(source) == m.MODELS[name]
     exported = hf.export_config(m.MODELS[name], {}, torch.bfloat16)
@@ -210,7 +220,7 @@ LLAMA3_NO_LENGTH = {key: value for key, value in LLAMA3.items() if key != LENGTH
     [
         {"rope_theta": 7e5},
         {"rope_scaling": LLAMA3},
-        # the trained length: beside the scaling, both in it and beside it, and nowhere
+        # the trained length may stand beside the scaling, in it and beside it, or nowhere
         {"rope_scaling": LLAMA3_NO_LENGTH, LENGTH: 32},
         {"rope_scaling": LLAMA3, LENGTH: 32},
         {"rope_scaling": LLAMA3_NO_LENGTH},
@@ -223,8 +233,11 @@ LLAMA3_NO_LENGTH = {key: value for key, value in LLAMA3.items() if key != LENGTH
     ],
 )
 def test_hf_keys_that_disagree_mean_what_transformers_reads(keys, tmp_path):
-    """Where an older key of config.json disagrees with rope_parameters, the logits are those of
-    transformers. Catches the key that is believed although transformers does not."""
+    """If an older key of config.json disagrees with rope_parameters, the logits are those of
+    transformers.
+
+    Catches an import that follows another key than transformers does.
+    """
     hf_model(tmp_path)
     hf_edit(tmp_path, **keys)  # beside rope_parameters
     assert hf_error(hf.load_model(tmp_path), hf_load(tmp_path), 100) < 2e-6
@@ -247,9 +260,11 @@ def test_hf_keys_that_disagree_mean_what_transformers_reads(keys, tmp_path):
     ],
 )
 def test_hf_windows(kind, keys, window, tmp_path, group):
-    """A sliding window counts from where transformers' logits differ: where the sequence is longer,
-    in whichever layer. It goes along on export. Catches a window that is not seen, or is lost on
-    export."""
+    """If any layer has a sliding window, our logits differ from those of transformers for sequences
+    that are longer than the window, and only for those. An export keeps the window.
+
+    Catches a window that an import does not see, or that an export loses.
+    """
     theirs = hf_model(tmp_path / "in", kind, sliding_window=40, **keys)
     model = hf.load_model(tmp_path / "in")
     _, source = hf.read_config(tmp_path / "in")
@@ -279,13 +294,15 @@ def test_hf_windows(kind, keys, window, tmp_path, group):
     ],
 )
 def test_hf_exports_what_computes_it(changes, kind, message, tmp_path, group):
-    """A model from scratch is exported as an architecture that computes the same, or is refused.
-    Catches an export that transformers would compute in another way."""
+    """A model from scratch is exported as an architecture that computes the same, or it is refused.
+
+    Catches an export from which transformers would compute something else.
+    """
     model = m.LLaMA(replace(SMALL, vocab=300, **changes))
     for p in model.parameters():
         p.data.copy_(torch.randn(p.shape).bfloat16() / 8)
     if message:
-        with raises(Exception, match=message):  # transformers' own has no other class
+        with raises(Exception, match=message):  # transformers raises a class of its own for dim
             hf_back(model, tmp_path, {"model_type": kind} if kind else {})
     else:
         back = hf_back(model, tmp_path, {}, torch.bfloat16)
@@ -329,8 +346,10 @@ EXPORTED = {  # what differs from SMALL in a model from scratch
 @slow
 def test_hf_exports_are_read_by_transformers_4(tmp_path, group):
     """transformers 4.57.1 computes our logits from exports of models from scratch and of imports,
-    and transformers 5 does so, too. Catches a rotary base, a scaling, a bias or a norm that only
-    one of them finds."""
+    and so does transformers 5.
+
+    Catches a rotary base, a scaling, a bias or a norm that only one of the versions finds.
+    """
     models = {}
     for name, changes in EXPORTED.items():
         model = models[name] = m.LLaMA(replace(SMALL, vocab=300, **changes))
@@ -364,8 +383,12 @@ def test_hf_exports_are_read_by_transformers_4(tmp_path, group):
 
 
 def test_hf_without_a_network_says_so(tmp_path, monkeypatch):
-    """Where pip reaches no index, the test above fails with a sentence. Catches a test that is
-    skipped, and half an installation that a later test takes for whole."""
+    """If pip cannot reach an index, test_hf_exports_are_read_by_transformers_4 fails with a
+    sentence.
+
+    Catches a test that is skipped silently, and half an installation that a later test takes for a
+    whole one.
+    """
     monkeypatch.setattr(sys, "prefix", str(tmp_path))
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.delenv("PIP_FIND_LINKS", raising=False)
@@ -398,8 +421,11 @@ def test_hf_without_a_network_says_so(tmp_path, monkeypatch):
     ],
 )
 def test_hf_keys_that_are_not_built_are_refused(key, value, message, tmp_path):
-    """A key of config.json that asks for what is not supported is refused with its value. Catches a
-    key that is passed over, and a model that computes something else."""
+    """A key of config.json that asks for something unsupported is refused, and the error has its
+    value.
+
+    Catches a key that is ignored, so that the model computes something else.
+    """
     hf_model(tmp_path)
     hf_edit(tmp_path, **{key: value})
     with raises(ValueError, match=message):
@@ -451,8 +477,10 @@ def no_metadata(folder: Path) -> None:
 
 @parametrize("change", [add_shards, rename_shards, drop_prefix, forget_a_tensor, no_metadata])
 def test_hf_index_decides(change, tmp_path):
-    """The files that an index names are read, and no others. Catches a tensor that comes from a
-    file which transformers does not read."""
+    """The files that an index names are read, and no others.
+
+    Catches a tensor that comes from a file which transformers does not read.
+    """
     theirs = hf_model(tmp_path)
     change(tmp_path)
     assert hf_error(hf.load_model(tmp_path), theirs, 40) < 2e-6
@@ -460,8 +488,10 @@ def test_hf_index_decides(change, tmp_path):
 
 
 def test_hf_files_without_an_index(tmp_path):
-    """Without an index, model.safetensors is read, and no other file. Catches shards of an earlier
-    download."""
+    """Without an index, model.safetensors is read, and no other file.
+
+    Catches weights that come from shards of an earlier download.
+    """
     theirs = hf_model(tmp_path, shard="1GB")
     other = {name: tensor + 1 for name, tensor in load_file(tmp_path / hf.WEIGHTS).items()}
     for name in ("model-00001-of-00001", "model.fp16", "consolidated"):
@@ -526,7 +556,7 @@ EMBED = {"model.embed_tokens.weight": "model-00002-of-00007.safetensors"}
         (same_tensor_twice, "says that model.embed_tokens.weight lies in .*, but it lies in model"),
         (weight_map(x="../x.safetensors"), "names ../x.safetensors, which is not in its folder"),
         (weight_map(x="/etc/passwd"), "names /etc/passwd, which is not in its folder"),
-        (weight_map(x=""), r"\. is no regular file|cannot be read"),
+        (weight_map(x=""), "cannot be read: .* is no regular file"),
         (weight_map(x=None), "index.json is not of the form"),
         (weight_map(x="config.json"), "config.json is truncated, or no safetensors file"),
         (index_text("{"), "index.json is not of the form .*weight_map.*JSONDecodeError"),
@@ -547,8 +577,11 @@ EMBED = {"model.embed_tokens.weight": "model-00002-of-00007.safetensors"}
 )
 def test_hf_files_that_contradict_each_other_are_refused(change, message, tmp_path):
     """A folder whose files are not those of its index is refused, and the error names the file or
-    the tensor. No error advises to convert. Catches weights that nobody meant, and a path that
-    leads out of the folder."""
+    the tensor. No error advises to convert the folder, because it holds no pickles.
+
+    Catches weights of a file that is not part of the model, and a path that leads out of the
+    folder.
+    """
     hf_model(tmp_path)
     change(tmp_path)
     cfg, _ = hf.read_config(tmp_path)
@@ -558,8 +591,10 @@ def test_hf_files_that_contradict_each_other_are_refused(change, message, tmp_pa
 
 
 def test_hf_explicit_files_of_weights_are_refused(tmp_path):
-    """A config.json that names other files of weights is refused. Catches model.safetensors that is
-    read in their place."""
+    """A config.json that names other files of weights is refused.
+
+    Catches model.safetensors that is read in their place.
+    """
     hf_model(tmp_path)
     hf_edit(tmp_path, transformers_weights="other.safetensors")
     with raises(ValueError, match="transformers_weights is 'other.safetensors'; only None"):
@@ -568,8 +603,10 @@ def test_hf_explicit_files_of_weights_are_refused(tmp_path):
 
 @parametrize("file", ["config.json", hf.INDEX, "model-00001", "tokenizer.json"])
 def test_hf_files_that_cannot_be_read_say_so(file, tmp_path):
-    """A file that exists and cannot be read is named with the reason. Catches the advice to
-    download what is there."""
+    """If a file exists and cannot be read, the error names it with the reason.
+
+    Catches an error that advises to download a file that is there.
+    """
 
     def deny():
         raise PermissionError(13, "Permission denied", file)
@@ -583,8 +620,11 @@ def test_hf_files_that_cannot_be_read_say_so(file, tmp_path):
 
 @parametrize("whole", [True, False])
 def test_hf_advice_for_pickles_makes_up_no_weight(whole, tmp_path, capsys):
-    """The command that converts pickles converts whole models, and stops where the head is missing.
-    Catches advice that writes a random head."""
+    """The command that the error for pickles advises converts a whole model, and stops if the head
+    is missing.
+
+    Catches advice that writes a random head.
+    """
     folder = tmp_path / 'it\'s "$(false)"'
     theirs = hf_model(folder, shard="1GB")
     weights = load_file(folder / hf.WEIGHTS)
@@ -607,9 +647,11 @@ def test_hf_advice_for_pickles_makes_up_no_weight(whole, tmp_path, capsys):
 
 @parametrize("kind", ["equal", "equal, in bf16", "another"])
 def test_hf_tied_head_that_is_stored_too(kind, tmp_path, capsys):
-    """Some checkpoints of a tied model store the head, too. It is the embedding, or, if it differs,
-    it is the head, as transformers 5 has it. Catches a head that is lost, or trained as the
-    embedding."""
+    """Some checkpoints of a tied model store the head, too. If it equals the embedding, the model
+    stays tied. If it differs, the model has two matrices, as in transformers 5.
+
+    Catches a head that is lost, or that is trained as the embedding.
+    """
     hf_model(tmp_path / "in", tie_word_embeddings=True, shard="1GB")
     file = tmp_path / "in" / "model.safetensors"
     tensors = load_file(file)
@@ -674,8 +716,10 @@ def test_untie_cannot_change_on_resume(tmp_path):
     ],
 )
 def test_rope_scaling_counts_from_the_trained_length(name, flag, scaling, positions, tmp_path):
-    """`--rope-scaling` multiplies the import's own factor, through the command and into an export.
-    Catches a factor that forgets the one that the model was trained with."""
+    """`--rope-scaling` multiplies the import's own factor, and the export has the product.
+
+    Catches a factor that replaces the one that the model was trained with.
+    """
     kind, keys = PUBLISHED[name]
     hf_model(tmp_path / "in", kind, **{"max_position_embeddings": 64} | keys)
     main(
@@ -690,7 +734,10 @@ def test_rope_scaling_counts_from_the_trained_length(name, flag, scaling, positi
 
 def test_export_rounds_as_training_does(group):
     """In an export in bf16, a weight in the middle between two bf16 numbers is rounded away from
-    zero, as training rounds it. Catches PyTorch's rounding, to the number whose last bit is 0."""
+    zero, as training rounds it.
+
+    Catches PyTorch's rounding, to the number whose last bit is 0.
+    """
     ties = torch.tensor([[1, -1], [1, 3]]) * (1 + 2.0**-8)
     parts = {"ours": {"theirs.a": (1, 2), "theirs.b": (1, 2)}}
     tensors = hf.collect_weights(lambda name: ties, parts, torch.bfloat16)
@@ -702,9 +749,11 @@ def test_export_rounds_as_training_does(group):
 
 @parametrize("untie", ["", "--untie"])
 def test_hf_train_and_export(untie, tmp_path, capsys):
-    """A tied model is imported, trained, exported with the files that lay beside it, and imported
-    again. It stays tied, unless --untie gives it a head of its own. Catches a head that is tied
-    again or untied, and a tokenizer or licence that does not go along."""
+    """A tied model is imported, trained, exported with its tokenizer and licence, and imported
+    again. It stays tied, unless --untie gives it a head of its own.
+
+    Catches a head that an export or an import ties or unties, and a file that an export leaves out.
+    """
     hf_model(tmp_path / "in", tie_word_embeddings=True, shard="1GB")
     beside = {
         "tokenizer.json",
@@ -819,9 +868,12 @@ def test_tied_models_train_as_in_transformers(name, plan, tmp_path):
 
 @slow
 def test_hf_resumes_without_its_folder(tmp_path, capsys):
-    """The model comes from the checkpoint, whether or not flags name the import again; a factor
-    counts from the import, and an export does without a tokenizer. Catches a resume that needs the
-    folder that the run began with."""
+    """A resumed run takes its model from the checkpoint, whether or not its flags name the import
+    again. A factor of --rope-scaling still counts from the import. An export works without a
+    tokenizer.
+
+    Catches a resume that needs the folder with which the run began.
+    """
     theirs = hf_model(tmp_path / "in", "qwen3", max_position_embeddings=64, eos_token_id=[7, 8])
     init = f"--init hf:{tmp_path}/in --rope-scaling yarn:2"
     flags = "--seq 160 --batch 2 --steps 2 --save-every 1"
@@ -853,34 +905,40 @@ def export_of_step(folder: Path, step: int, run: str = "0123abcd") -> None:
 
 
 def whole_exports(folder: Path) -> dict[str, int]:
-    """Return {name: step} of a folder and those beside it that hold a whole export."""
-    found = {}
+    """Return the whole exports in a folder and in the folders that an exchange makes beside it.
+
+    Each is given as {suffix of the folder's name: step}. The suffix is "", ".partial" or ".old".
+    """
+    exports = {}
     for place in folder.parent.glob(f"{folder.name}*"):
         if not (place / hf.INDEX).exists():
             continue
         model = hf.load_model(place)
         step = json.loads((place / hf.INDEX).read_text())["metadata"]["step"]
         assert all((p == step).all() for p in model.parameters())
-        name = place.name.removeprefix(folder.name)
-        found[re.sub("[.][0-9a-f]{8}", "", name)] = step
-    return found
+        suffix = place.name.removeprefix(folder.name)
+        exports[re.sub("[.][0-9a-f]{8}", "", suffix)] = step  # without the run's number
+    return exports
 
 
 @parametrize(
-    "event, path, nth, found",
+    "event, path, left",
     [
-        ("os.mkdir", "partial$", 1, {"": 2}),
-        ("os.chmod", "partial/model-00002", 1, {"": 2}),  # its weights are written
-        ("open", "partial/config.json", 1, {"": 2}),
-        ("open", "partial/model.safetensors.index.json", 1, {"": 2}),
-        ("os.rename", "/x y$", 1, {"": 2, ".partial": 4}),
-        ("os.rename", "partial$", 1, {".old": 2, ".partial": 4}),  # between the two renames
-        ("shutil.rmtree", "old$", 1, {"": 4, ".old": 2}),
+        ("os.mkdir", "partial$", {"": 2}),
+        ("os.chmod", "partial/model-00002", {"": 2}),  # its weights are written
+        ("open", "partial/config.json", {"": 2}),
+        ("open", "partial/model.safetensors.index.json", {"": 2}),
+        ("os.rename", "/x y$", {"": 2, ".partial": 4}),
+        ("os.rename", "partial$", {".old": 2, ".partial": 4}),  # between the two renames
+        ("shutil.rmtree", "old$", {"": 4, ".old": 2}),
     ],
 )
-def test_hf_killed_export_leaves_a_whole_one(event, path, nth, found, tmp_path, monkeypatch):
-    """A process that is killed while it replaces an export leaves the old one or the new one whole.
-    The next run gives the newest its name and deletes the rest. Catches half an export."""
+def test_hf_killed_export_leaves_a_whole_one(event, path, left, tmp_path, monkeypatch):
+    """A process that is killed while it replaces an export leaves the old or the new export whole.
+    The next run gives the newest one its name, and deletes the rest.
+
+    Catches half an export. event, path: where the process is killed. left: the whole exports then.
+    """
     monkeypatch.setattr(checkpoint, "FILE_BYTES", 60_000)
     folder = tmp_path / "x y"
     folder.mkdir()
@@ -893,18 +951,20 @@ def test_hf_killed_export_leaves_a_whole_one(event, path, nth, found, tmp_path, 
         export_of_step(folder, 4)
         os._exit(0)
     assert os.waitpid(child, 0)[1] == signal.SIGKILL
-    assert whole_exports(folder) == found
+    assert whole_exports(folder) == left
     folder.mkdir(exist_ok=True)  # as the start of the next run does
     hf.finish_exchange(folder, "0123abcd")
-    newest = 4 if "" not in found or found[""] == 4 else 2
+    newest = 2 if left.get("") == 2 else 4
     assert whole_exports(folder) == {"": newest} and [*tmp_path.iterdir()] == [folder]
     assert (folder / "notes.md").read_text() == "mine"
 
 
 def test_hf_export_replaces_only_its_own(tmp_path, group):
-    """An export replaces the earlier one of its run, behind a link, too, and files of others stay.
-    An export that fails leaves the earlier one. Catches files of a user or of another run that an
-    export deletes."""
+    """An export replaces the earlier one of its run, even behind a link, and leaves a user's files.
+    An export that fails leaves the earlier one. Another run may not export there.
+
+    Catches files of a user or of another run that an export deletes.
+    """
     real, folder = tmp_path / "real", tmp_path / "link"
     real.mkdir(mode=0o750)
     folder.symlink_to(real)
@@ -934,8 +994,11 @@ def test_hf_export_replaces_only_its_own(tmp_path, group):
 )
 @parametrize("place", ["hf", "hf.0123abcd.old"])  # where a kill may have left it
 def test_hf_export_folder_is_checked_at_the_start(place, resumed_step, message, tmp_path, group):
-    """Only a run that resumes may replace its export, and only by a later one. Catches an export
-    that is lost because a command is given twice."""
+    """Only a run that resumes may replace its export, and only by that of the same or a later step.
+
+    Catches an export that is lost because a command is given twice. resumed_step: None for a run
+    that begins.
+    """
     export_of_step(tmp_path / "new", 2)
     folder = tmp_path / "hf"
     (tmp_path / "new").rename(tmp_path / place)
@@ -950,8 +1013,10 @@ def test_hf_export_folder_is_checked_at_the_start(place, resumed_step, message, 
 
 
 def test_hf_export_to_a_mount_point_is_refused(tmp_path, monkeypatch):
-    """A folder that cannot be renamed is refused at the start. Catches a run whose export fails at
-    its end."""
+    """A folder that cannot be renamed is refused at the start.
+
+    Catches a run whose export fails at its end.
+    """
     monkeypatch.setattr(Path, "is_mount", lambda path: path == tmp_path.resolve())
     with raises(ValueError, match="is a mount point, which cannot be renamed. Name a folder in it"):
         hf.check_export_folder(tmp_path, "0123abcd", None)
@@ -964,9 +1029,10 @@ def same_weights(a: Path, b: Path) -> bool:
 
 @slow
 def test_hf_export_at_every_save(tmp_path, capsys):
-    """With --save-every, each save also exports. A failed export costs neither the run, the
-    checkpoint nor the export before it. Catches an export of other weights than the checkpoint's,
-    and one that changes the training."""
+    """With --save-every, each save also exports.
+
+    Catches an export of other weights than the checkpoint's, and one that changes the training.
+    """
     out, folder = tmp_path / "o", tmp_path / "hf"
     flags = "--save-every 2 --keep 9"
     partial = f"{folder}.{hf.run_number(out)}.partial"
@@ -992,8 +1058,11 @@ def test_hf_export_at_every_save(tmp_path, capsys):
 
 @slow
 def test_hf_export_that_fails_loses_nothing(tmp_path, capsys):
-    """If the disk is full at one export, the run goes on and says so; at the last, it fails.
-    Catches a run, a checkpoint or an export that a full disk costs."""
+    """If the disk is full at an export, the run goes on and says so. If it is the last export, the
+    command fails.
+
+    Catches a run, a checkpoint or an earlier export that is lost because a disk is full.
+    """
     out, folder = tmp_path / "o", tmp_path / "hf"
     full = [4, 7]  # the disk is full when these steps are exported
 
@@ -1022,9 +1091,11 @@ def test_hf_export_that_fails_loses_nothing(tmp_path, capsys):
 
 @slow
 def test_hf_killed_and_resumed_export(tmp_path):
-    """A run that is killed between the renames of an export is resumed with the same command. It
-    leaves the export of its last step, and nothing beside it. Catches a resume that refuses its own
-    export."""
+    """A run that is killed between the two renames of an export is resumed with the same command.
+    It leaves the export of its last step, and nothing beside it.
+
+    Catches a resume that refuses its own export.
+    """
     flags = f"--save-every 2 --out {tmp_path}/o --export {tmp_path}/hf --resume auto"
     code = f"""
 from helpers import *
@@ -1067,8 +1138,8 @@ def first_adapters(cfg: m.ModelConfig, seed: int) -> dict[str, torch.Tensor]:
 
 
 def add_adapters(theirs, cfg: m.ModelConfig, adapters: dict[str, torch.Tensor]) -> None:
-    """Put adapters on transformers' matrices. Ours are on fused ones: q, k and v share one A, and
-    each has its rows of B."""
+    """Put adapters on transformers' matrices. Ours are on fused matrices, so q, k and v share one
+    A, and each of them has its own rows of B."""
     theirs.requires_grad_(False)
     for name, parts in hf.parts_of(cfg).items():
         path = name.removesuffix(".weight")

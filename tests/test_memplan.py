@@ -113,13 +113,13 @@ def test_memory_plan_checker_is_the_definition():
 def test_memory_plan_ends_in_time(tmp_path, monkeypatch):
     """The integer program runs in a process of its own, which is ended when its time is over.
 
-    Catches a program that does not end.
+    Catches a solver that runs on after its time limit.
     """
-    monkeypatch.setattr(memplan, "FEW_PAIRS", 0)
+    monkeypatch.setattr(memplan, "FEW_PAIRS", 0)  # small problems, too, run in a process
     assert memplan.solve(HOLES).optimal
-    slow = tmp_path / "slow.py"
-    slow.write_text("import time; time.sleep(60)")
-    monkeypatch.setattr(memplan, "__file__", slow)
+    slow_solver = tmp_path / "slow.py"
+    slow_solver.write_text("import time; time.sleep(60)")
+    monkeypatch.setattr(memplan, "__file__", slow_solver)  # the process runs this file
     plan = memplan.solve(HOLES, time_limit=1)
     assert plan.method == "first fit" and plan.seconds < 30
 
@@ -160,12 +160,13 @@ LONG_PASS = [
 def test_memory_plan_of_two_levels(buffers, peak, method, other):
     """Memo's two levels are used, unless a first fit of all buffers has a lower peak.
 
-    The trace has nine equal passes, each planned at its best, and a buffer that outlives them. The
-    result names both peaks. Catches a level whose plan is worse than without it.
+    In the first case nine equal passes are planned one by one, and a buffer outlives them. In the
+    second case a buffer outlives its pass. The text of a plan names both peaks. Catches a plan of
+    two levels that is used although one level needs less.
     """
     plan = memplan.solve(buffers, time_limit=20)
     assert is_plan(buffers, plan.offsets, peak)
-    assert plan.method.startswith(method) and f"({other}" in str(plan)  # both are said
+    assert plan.method.startswith(method) and f"({other}" in str(plan)
 
 
 def test_memplan_program(tmp_path, capsys):
@@ -215,8 +216,8 @@ def test_memplan_names_the_line(text, message, tmp_path, capsys):
 def test_memory_replay_is_bit_equal():
     """Steps at planned addresses equal those of a twin without a plan.
 
-    A step of another length does no harm, and a step that has changed is recorded again. Catches a
-    changed step that runs on an old plan.
+    One step of another length does no harm, but the step after it is recorded and planned again.
+    Catches a changed step whose tensors overlap because it runs on an old plan.
     """
 
     def make_step():
@@ -248,11 +249,11 @@ def test_memory_replay_is_bit_equal():
 
 
 @parametrize("first, second", [([9000], [8000]), ([9000], [2000, 3000]), ([2000, 3000], [9000])])
-def test_memory_replay_refuses_what_is_taken(first, second):
-    """Two tensors that share an address and are then alive together both keep their values.
+def test_memory_replay_gives_no_address_twice(first, second):
+    """Tensors that share planned addresses keep their values if they are alive together.
 
-    Tensors share an address if they were never alive together. Catches a tensor that is placed over
-    a live one.
+    The plan lets them share addresses because they were never alive together in the recorded step.
+    Catches a tensor that is placed over a live one. first, second: sizes of tensors.
     """
     kept = []
 
@@ -274,6 +275,8 @@ def test_memory_replay_refuses_what_is_taken(first, second):
 
 
 def check_planned_steps(device: str, keep: str, least: int) -> None:
+    """Compare seven steps with and without a plan, bit for bit. least: requests that are
+    planned."""
     torch.compiler.set_stance("force_eager")
     case = make_case(f"1 micro=2 keep={keep} device={device} kernel=naive")
     curves = []
@@ -286,7 +289,7 @@ def check_planned_steps(device: str, keep: str, least: int) -> None:
             results = train.run_planned(memory, model, states, batch, 1e-2 / (1 + i), 0.5)
             curves[-1] += torch.hstack(results).tolist()
             if memory and i == 4:
-                assert memory.give_back()  # the graph is dropped, and captured again
+                assert memory.give_back()  # drops the graph, so step 5 captures it again
     assert curves[0] == curves[1]
     assert memory.counts["hits"] > 0.9 * len(memory.buffers) > least, memory.counts
     assert memory.as_graph == (memory.graph is not None)
@@ -304,8 +307,8 @@ def check_planned_steps(device: str, keep: str, least: int) -> None:
 def test_planned_steps_are_bit_equal(device, keep, least):
     """Training at planned addresses equals training without a plan.
 
-    Layers swap in token chunks, or run whole as a CUDA graph. Catches an address of a tensor that
-    is still needed, and an input that is frozen in the graph.
+    Layers swap in token chunks, or run whole as a CUDA graph. Catches a tensor that is placed over
+    one that is still needed, and a graph that goes on with the inputs of its first step.
     """
     on_ranks(1, check_planned_steps, device, keep, least, gpus=int(device == "cuda"))
 
@@ -335,7 +338,7 @@ def test_planned_run_is_bit_equal(tmp_path):
 def as_on_a_gpu(one_kernel: Callable):
     """Make a step on the CPU allocate as on a GPU, on one rank.
 
-    What is one kernel on a GPU, or runs on a side stream, runs inside one_kernel().
+    Functions that are one kernel on a GPU, and work on side streams, run inside one_kernel().
     """
 
     def after_compute(stream):
@@ -372,15 +375,17 @@ def as_on_a_gpu(one_kernel: Callable):
 
 
 def simulate_step(plan: costs.Plan) -> tuple[list[memplan.Lifetime], float, float]:
-    """Simulate a GPU's step on rank 0. Return its buffers and two sums of bytes.
+    """Simulate a GPU's step on rank 0. Return (buffers, lasting bytes, counted bytes).
 
-    The buffers are those that are large enough to be planned. The sums are the bytes that last
-    between steps, and the bytes that the planner counts. The step runs on fake tensors of the CPU,
-    in a process group that sends nothing. Buffers that are made and freed in a fused kernel or on a
-    side stream are left out.
+    buffers: those of the step that are large enough to be planned (1 MiB). Buffers that are made
+    and freed inside a fused kernel or on a side stream are left out. lasting bytes: what stays
+    allocated between steps. counted bytes: what the planner counts for the GPU.
+
+    The step runs on fake tensors of the CPU, in a process group that sends nothing.
     """
     clock = itertools.count()
-    running = [None]  # a stack; its last entry stands for the kernel or side stream that is running
+    # a stack whose last entry stands for the kernel or side stream that is running; None: neither
+    running = [None]
     alive = {}  # birth -> (bytes, the kernel or side stream that allocated it)
     dead = []  # buffers with birth, death and bytes, rounded up to 512
     run = planned_run(plan)
@@ -416,7 +421,7 @@ def simulate_step(plan: costs.Plan) -> tuple[list[memplan.Lifetime], float, floa
         step()
         buffers = [b for b in dead if b.start > first]
     dist.destroy_process_group()
-    lasting -= round(run.plan.host_bytes)  # here the host's buffers are on the same device
+    lasting -= round(run.plan.host_bytes)  # in the simulation, host buffers are on the same device
     return buffers, lasting, run.plan.gpu_bytes
 
 
@@ -458,11 +463,11 @@ def peak_alive(buffers):
     ],
 )
 def test_counted_memory_is_what_a_step_needs(name, ranks, seq, factors, kept, choices):
-    """The bytes that planner.py counts equal those of simulated steps.
+    """The bytes that planner.py counts are those of simulated steps, or up to 8 % more.
 
-    The steps have some of a model's layers. With 32 layers in the first case, GPUs measured 122.2
-    GiB where 122.1 were simulated. Catches a peak that the formula lacks, for example of layers
-    that are on their way to the host.
+    The models have only a few of their layers. With 32 layers in the first case, GPUs measured
+    122.2 GiB, and the simulation gives 122.1 GiB. Catches a peak that the formula lacks, for
+    example one with layers whose copies to the host are under way.
     """
     name, _, tied = name.partition(" ")
     model = replace(m.MODELS[name], layers=kept[0] if kept else 4, tied=bool(tied))
@@ -483,10 +488,11 @@ def test_counted_memory_is_what_a_step_needs(name, ranks, seq, factors, kept, ch
     ],
 )
 def test_counted_memory_of_float8(name, ranks, seq, factors, kept, choices):
-    """The planner counts the casts of activations and of weights: whole layers and token chunks,
-    casts that last for a layer and for a step, gathered weights, and split matrices.
+    """With float8 products, the planner counts the casts of activations and of weights.
 
-    Catches an operand that is counted in bf16, and a cast that outlives its product.
+    The cases are casts that are kept for a step, casts that last for a layer, unsharded parameters,
+    and matrices that tensor parallelism splits. Catches an operand that is counted in bf16, and a
+    cast that lives longer than the planner counts.
     """
     model = replace(m.MODELS[name], layers=4)
     choices = {"chunk": 2**14, "products": "fp8", **choices}
@@ -521,13 +527,13 @@ def test_counted_memory_of_float8(name, ranks, seq, factors, kept, choices):
     ],
 )
 def test_counted_memory_of_frozen_weights(frozen, name, ranks, seq, factors, kept, choices):
-    """The planner counts what a step with frozen weights needs, and at most a twentieth more, or
-    12 percent in token chunks.
+    """The planner counts what a step with frozen weights needs, or up to 5 % more; in token chunks,
+    up to 12 % more.
 
-    Catches bytes of gradients or states that a frozen matrix does not have, and the second gradient
-    of what a matrix and its adapter both read, without which a plan would not fit. With --tp it
-    catches gradients of all tokens of the group that are counted at a moment when they are freed,
-    and own tokens that adapters save beside those of the group.
+    Catches gradients or optimizer states that are counted for a frozen matrix, and gradients of an
+    adapter's input that are not counted. With --tp it catches gradients of the whole group's tokens
+    that are counted at a moment when they are freed, and activations that adapters save in addition
+    to those of the frozen matrices.
     """
     model = replace(m.MODELS[name], layers=4, architecture=f"llama {frozen}")
     plan = swapping_plan(model, ranks, seq, factors, kept, **{"chunk": 2**14, **choices})
@@ -555,7 +561,8 @@ def test_simulated_step_requests_what_a_gpu_did(name, seq, factors, kept, chunk)
     assert peak_alive(requests) == approx(peak_alive(real), rel=1e-3)
     ours, theirs = (Counter(r.size for r in x) for x in (requests, real))
     assert (ours & theirs).total() > 0.999 * len(real)
-    # in each chunk two sums of the residual stream, and one of its gradients, are requests since
+    # Since the recording, the engine makes three more requests per layer and chunk: two for sums of
+    # the residual stream, and one for a sum of its gradients.
     assert len(requests) < 1.002 * len(real) + 3 * kept[0] * seq // chunk
 
 
@@ -563,12 +570,12 @@ def test_simulated_step_requests_what_a_gpu_did(name, seq, factors, kept, chunk)
 def test_gradients_of_chunks_are_rounded_once(tied, group):
     """Gradients of bf16 matrices that token chunks accumulate are rounded only once.
 
-    So is the gradient of a tied matrix, which the head and the embedding accumulate.
-    There are four chunks, and two micro-batches of which the second has no labels. Gradients kept
-    in bf16 are within half a bit of those in float32, as Adam's first moment sees them. Catches
-    gradients of chunks or micro-batches that add up in bf16.
+    So is the gradient of a tied matrix, to which the head and the embedding contribute. There are
+    four chunks. With one micro-batch the sum is rounded to bf16 at the end. With a second one,
+    which has no labels, it stays in float32. So the two differ by half a bit of bf16 at most, as
+    Adam's first moment sees it. Catches gradients of chunks or micro-batches that add up in bf16.
     """
-    found = []
+    found = []  # of one and of two micro-batches: Adam's first moments by name
     model = replace(SMALL, tied=tied)
     summed = "embed" if tied else "head"  # not an untied embedding
     tokens = torch.arange(64).remainder(SMALL.vocab)
@@ -589,8 +596,11 @@ def test_gradients_of_chunks_are_rounded_once(tied, group):
                 if re.match(rf"exp_avg\.(blocks|{summed})", name) and "norm" not in name
             }
         )
-    for name, narrow in found[0].items():
-        wide = found[1][name]
+    in_bf16, in_fp32 = found
+    # four matrices per layer, and the embedding or the head
+    assert len(in_bf16) == 4 * model.layers + 1
+    for name, narrow in in_bf16.items():
+        wide = in_fp32[name]
         assert (narrow - wide).abs().max() > 0, name
         assert ((narrow - wide).abs() <= 1.01 * 2**-8 * wide.abs() + 1e-12).all(), name
 
@@ -598,8 +608,8 @@ def test_gradients_of_chunks_are_rounded_once(tied, group):
 def test_forgotten_activations_are_freed(group):
     """A forward leaves no memory behind, whether or not a backward follows.
 
-    A forward without a backward happens when memory runs out, for example. What autograd saves must
-    not hold the object that holds its graph. Catches memory that is never freed.
+    No backward follows if memory runs out, for example. Catches a cycle of references, such as a
+    tensor that autograd saves and that holds the graph, because of which memory is never freed.
     """
     model = seeded_model(SMALL, attention.Attention("cpu"))
     plan = offload.ActivationPlan(SMALL.layers, 4, SMALL.layers, 5)

@@ -1,4 +1,5 @@
-"""The model by itself: sizes, FLOPs, fresh weights, rotary embeddings, operators, kernels."""
+"""Test the model by itself: sizes, FLOPs, initial weights, rotary embeddings, operators,
+kernels."""
 
 import itertools
 import math
@@ -32,9 +33,11 @@ from test_all import SMALL, example, needs_gpu, parametrize, relative, seeded_mo
         (m.ModelConfig(152064, 3584, 28, 28, 4, 18944, qkv_bias=True), 7_615_616_512),
     ],
 )
-def test_counts(cfg, count):
-    """The number of parameters is the published one, and FLOPs per token follow from it. Catches a
-    size or a FLOP formula that differs from the published one."""
+def test_parameters_are_the_published_ones(cfg, count):
+    """The number of parameters is the published one, and FLOPs per token follow from it.
+
+    Catches a size of a model that differs from the published one, and a wrong formula for FLOPs.
+    """
     assert m.param_count(cfg) == count
     few = replace(cfg, layers=2)
     with torch.device("meta"):
@@ -46,8 +49,11 @@ def test_counts(cfg, count):
 
 
 def test_loss_of_no_tokens():
-    """A rank without tokens may call the head with x[:0], as States.check_uses advises: its loss
-    and its gradients are 0. Catches an error, or gradients that nobody has set."""
+    """A rank without tokens may call the head with x[:0], as States.check_uses advises. Then its
+    loss and its gradients are 0.
+
+    Catches an error, or gradients that nobody has set.
+    """
     head = m.Matrix(16, 8)
     torch.nn.init.normal_(head.weight)
     x = torch.randn(3, 8, requires_grad=True)
@@ -58,9 +64,11 @@ def test_loss_of_no_tokens():
     assert not head.weight.grad.any() and not x.grad.any()
 
 
-def test_counts_of_peak():
+def test_peak_flops_are_those_of_data_sheets():
     """A GPU's peak FLOP/s are those of its data sheet, found by the name that its driver reports.
-    Catches an MFU that is computed with another GPU's peak."""
+
+    Catches an MFU that is computed with another GPU's peak.
+    """
     for name, tflops in (
         ("A800-SXM4-80GB", 312),
         ("A100-SXM4-40GB", 312),
@@ -86,9 +94,12 @@ def test_model_sizes_that_no_kernel_computes_are_refused(sizes, message):
         replace(SMALL, **sizes)
 
 
-def test_first_weights():
-    """Fresh matrices make products as large as their inputs. Matrices that add to the residual
-    stream are smaller by sqrt(2L). Catches fresh weights of the wrong size."""
+def test_initial_weights_have_their_standard_deviations():
+    """With initial matrices, products are as large as their inputs. Matrices that add to the
+    residual stream are smaller by sqrt(2L).
+
+    Catches initial weights of the wrong size.
+    """
     with torch.device("meta"):
         weight_init = m.LLaMA(m.MODELS["1b"]).weight_init
     for name, cols, std in (
@@ -105,26 +116,28 @@ def test_first_weights():
 
 
 def test_first_loss_of_a_tied_model():
-    """A fresh tied model begins near the loss log(V), as an untied one does.
+    """A tied model begins near the loss log(V), as an untied one does.
 
-    An untied embedding has a standard deviation of 1. In a tied matrix it would make logits too
-    large. Catches a first loss of 40 or more.
+    An untied embedding has a standard deviation of 1. With this, a tied matrix would make logits
+    too large. Catches a first loss of 40 or more.
     """
     for cfg in (SMALL, m.MODELS["tiny"]):
-        found = []
+        excess = []  # of the first loss over log(V)
         for tied in (False, True):
             model = m.LLaMA(replace(cfg, tied=tied))
             model.init_weights(0)
             loss = model(*example(vocab=cfg.vocab)).item()
-            found.append(loss - math.log(cfg.vocab))
-        assert 0 < min(found) and max(found) < 0.8
+            excess.append(loss - math.log(cfg.vocab))
+        assert 0 < min(excess) and max(excess) < 0.8
         assert m.param_count(model.cfg) == m.param_count(cfg) - cfg.vocab * cfg.dim
     assert model.weight_init["embed.weight"] == approx((0.0, 192**-0.5))
 
 
 def test_seeds_make_other_weights():
-    """Different seeds draw different weights, and so do different names. Catches two seeds or two
-    matrices that get the same weights."""
+    """Different seeds draw different weights, and so do different names.
+
+    Catches two seeds or two matrices that get the same weights.
+    """
 
     def weight(seed, name="embed.weight"):
         return m.initial_weight(name, (8, 8), (0.0, 1.0), seed, "cpu")
@@ -137,8 +150,10 @@ def test_seeds_make_other_weights():
 
 
 def test_logits_follow_from_earlier_tokens_and_distances():
-    """Logits do not change if later tokens change, or if all positions shift. Catches a token that
-    attends to later tokens, and a position that is not relative."""
+    """A token's logits do not change if later tokens change, or if all positions shift.
+
+    Catches a token that attends to later tokens, and a position that is not relative.
+    """
     model = seeded_model(SMALL)
     tokens, _ = example()
     later = torch.arange(40) >= 30
@@ -150,8 +165,10 @@ def test_logits_follow_from_earlier_tokens_and_distances():
 
 
 def test_all_labels_ignored():
-    """If all labels are ignored, the loss and the gradients are zero. Catches a mean over no
-    labels, which would be NaN."""
+    """If all labels are ignored, the loss and the gradients are zero.
+
+    Catches a mean over no labels, which would be NaN.
+    """
     model = seeded_model(SMALL)
     tokens, labels = example()
     loss = model(tokens, torch.full_like(labels, m.IGNORE))
@@ -161,8 +178,10 @@ def test_all_labels_ignored():
 
 
 def test_losses_of_tokens_have_no_gradients():
-    """The mean of the tokens' losses is the loss, and they have no gradients. Catches a validation
-    that holds the graphs of all layers."""
+    """The mean of the tokens' losses is the loss, and they have no gradients.
+
+    Catches an evaluation that holds the graphs of all layers.
+    """
     model = seeded_model(SMALL)
     tokens, labels = example()
     losses = model(tokens, labels, per_token=True)
@@ -173,11 +192,15 @@ def test_losses_of_tokens_have_no_gradients():
 
 
 def published_frequencies(kind: str) -> np.ndarray:
-    """Return the frequencies of 64 pairs in radians per position, for 8 times the trained length of
-    4096 tokens. Sources: Llama 3.1's code, and arXiv 2309.00071 (A.2, YaRN)."""
+    """Return the frequencies of 64 pairs in radians per position, for a model that was trained at
+    4096 tokens and is scaled to 8 times this length.
+
+    Sources: Llama 3.1's code, and arXiv 2309.00071 (A.2, YaRN).
+    """
     i = np.arange(64, dtype=np.longdouble)
     freq = np.longdouble(10000) ** (-i / 64)
-    keep = {"default": 1.0, "linear": 0.0}.get(kind)  # 1: not scaled, 0: divided by 8
+    # how much of a frequency is kept; 1: it is not scaled, 0: it is divided by 8
+    keep = {"default": 1.0, "linear": 0.0}.get(kind)
     if kind == "llama3":
         wavelength = 2 * np.pi / freq
         keep = np.clip((4096 / wavelength - 1) / (4 - 1), 0, 1)
@@ -189,9 +212,11 @@ def published_frequencies(kind: str) -> np.ndarray:
 
 @parametrize("kind", ["default", *m.ROPE_KEYS])
 def test_rope_at_a_million_positions(kind):
-    """Rotary angles are the published ones up to a million positions. Catches float32 angles, which
-    are wrong by 1/32, and with a ramp by 1/10; a ramp that is off by one; and a scaling that is
-    forgotten."""
+    """Rotary angles are the published ones up to a million positions.
+
+    Catches angles that are computed in float32, which are wrong by up to 1/32, or 1/10 with a ramp
+    between frequencies. Catches also a ramp that is off by one, and a scaling that is forgotten.
+    """
     scaling = {
         "rope_type": kind,
         "factor": 8.0,
@@ -210,8 +235,10 @@ def test_rope_at_a_million_positions(kind):
 
 @parametrize("device", ["cpu", pytest.param("cuda", marks=needs_gpu)])
 def test_products_for_weights_add_up_in_float32(device):
-    """Weights' gradients of bf16 tensors add up in float32. Catches gradients that are rounded
-    before they are summed."""
+    """Gradients of weights that are products of bf16 tensors add up in float32.
+
+    Catches gradients that are rounded before they are summed.
+    """
     torch.manual_seed(0)
     dy, x, earlier = torch.randn(3, 64, 64, device=device).bfloat16()
     out = ops.weight_grad_into(dy, x, earlier.float(), 1)
@@ -238,8 +265,11 @@ class Gelu(m.Block):
 
 
 def test_another_activation_is_a_prologue(monkeypatch):
-    """Block's example of another activation has PyTorch's gradients, may be split for --tp, and
-    recomputation finds its unread product. Catches an example that does not run."""
+    """The example of another activation in Block's docstring has PyTorch's gradients, --tp may
+    split it, and recomputation may skip its last product.
+
+    Catches an example that does not run.
+    """
     monkeypatch.setattr(m, "Block", Gelu)
     block = seeded_model(SMALL).blocks[0]
     u = torch.randn(2, 3, SMALL.ffn).double().requires_grad_()
@@ -247,8 +277,8 @@ def test_another_activation_is_a_prologue(monkeypatch):
     dy = torch.randn(2, 3, SMALL.dim).double()
     ours = torch.autograd.grad(ops.project(block.down, GELU, u), (u, weight), dy)
     plain = torch.autograd.grad(F.linear(F.gelu(u), weight), (u, weight), dy)
-    for grad, want in zip(ours, plain):
-        assert relative(grad, want) < 1e-12
+    for grad, expected in zip(ours, plain):
+        assert relative(grad, expected) < 1e-12
     tensor.check_tensor_parallel(SMALL, "mtp")
     x = torch.randn(1, 2, SMALL.dim).double().requires_grad_()
     o = torch.randn(1, 2, SMALL.heads, SMALL.head_dim).double()
@@ -263,12 +293,14 @@ def test_another_activation_is_a_prologue(monkeypatch):
         (lambda h, product: h * product, False),  # backward of * reads its factors
         (lambda h, product: h + product.tanh(), False),  # tanh reads its result
         (lambda h, product: (h * product) + product, False),  # the first term reads it
-        (lambda h, product: product + h, False),  # right, but not looked for
+        (lambda h, product: product + h, False),  # could be skipped, but is not looked for
     ],
 )
 def test_unread_product(last_line, unread):
-    """Recomputation skips the last product of a layer only if nobody reads it. Catches gradients
-    that are computed from a product that was skipped."""
+    """Recomputation skips the last product of a layer only if backward does not read it.
+
+    Catches gradients that are computed from a product that was skipped.
+    """
     matrix = ops.Matrix(5, 5)
     torch.nn.init.normal_(matrix.weight)
     h, u = torch.randn(2, 3, 5, requires_grad=True).unbind()
@@ -278,17 +310,19 @@ def test_unread_product(last_line, unread):
 
     found = ops.find_unread_product(run())
     assert (found is matrix) == unread
-    want = torch.autograd.grad(run().sum(), (h, u, matrix.weight))
+    expected = torch.autograd.grad(run().sum(), (h, u, matrix.weight))
     with ops.recomputation(found):
         y = run()
-    assert y.isnan().all() == unread
-    for grad, expected in zip(torch.autograd.grad(y.sum(), (h, u, matrix.weight)), want):
-        assert torch.equal(grad, expected)
+    assert y.isnan().all() == unread  # the product that was skipped is NaN
+    for grad, same in zip(torch.autograd.grad(y.sum(), (h, u, matrix.weight)), expected):
+        assert torch.equal(grad, same)
 
 
-def test_a_prologue_with_extras_is_computed_again():
-    """A product whose prologue saves more than its inputs is never skipped. Catches a backward that
-    lacks 1 / rms."""
+def test_a_product_whose_prologue_saves_extras_is_not_skipped():
+    """Recomputation never skips a product whose prologue saves more than its inputs.
+
+    Catches a backward that lacks a norm's 1 / rms.
+    """
     block = m.Block(SMALL)
     x = torch.randn(2, 3, SMALL.dim, requires_grad=True)
     y = x + ops.project(m.Matrix(SMALL.dim, SMALL.dim), block.norm, x, block.norm1.weight)
@@ -296,8 +330,11 @@ def test_a_prologue_with_extras_is_computed_again():
 
 
 def test_attention_choice():
-    """`--attention auto` picks a kernel that runs here. If you name a kernel that does not run, the
-    error says why. Catches a kernel that is picked where it cannot run."""
+    """`--attention auto` picks a kernel that runs here. If a flag names a kernel that does not run,
+    the error says why.
+
+    Catches a kernel that is picked where it cannot run.
+    """
     cpu = torch.device("cpu")
     assert attention.pick_kernel("auto", cpu, torch.float32, documents=True) == "cpu"
     no_gpu = dict.fromkeys(("fa4", "cudnn", "flash"), "needs a GPU, but the device is cpu")
@@ -307,8 +344,10 @@ def test_attention_choice():
 
 
 def test_run_detached_without_a_gradient():
-    """What needs no gradient has a backward that does nothing, as a pipeline's frozen stage may.
-    Catches a crash in a stage in which no weight trains."""
+    """If a function's results need no gradient, its backward does nothing.
+
+    Catches a crash in a pipeline stage in which no weight trains.
+    """
     root = torch.zeros((), requires_grad=True)
     backward, (y,) = ops.run_detached(root, lambda: torch.ones(3))
     assert backward([torch.ones(3)]) == [] and not y.requires_grad

@@ -1,5 +1,6 @@
 """Show that the parts of sequences, matrices and the depth are each computed once."""
 
+import itertools
 from types import SimpleNamespace
 
 import torch
@@ -16,17 +17,22 @@ from test_all import END_TOKEN, SEQ, SpoilingStream, make_case, make_run, on_ran
 
 @parametrize("seq, sp, ring", [(45, 3, 1), (24, 6, 2), (48, 8, 8), (72, 12, 4)])
 def test_parts_of_a_sequence_are_all_of_it(seq, sp, ring):
-    """The ranks of a sequence hold each token once, and the ranks of a ring share work equally.
+    """The ranks that share a sequence hold each token once, and the ranks of a ring share the work
+    equally: each has as much of the causal triangle as any other.
 
-    Each rank of a ring has as much of the causal triangle as any other. Catches a token that no
-    rank has, or that two have.
+    Catches a token that no rank has, or that two ranks have, and a rank with more work.
     """
     of_rank = [attention.sequence_positions(seq, sp, ring, r).tolist() for r in range(sp)]
     assert sorted(i for tokens in of_rank for i in tokens) == list(range(seq))
     assert all(tokens == sorted(tokens) and len(tokens) == seq // sp for tokens in of_rank)
     if ring > 1:
-        by_ring = [of_rank[i : i + sp // ring] for i in range(0, sp, sp // ring)]
-        assert len({sum(i for tokens in ranks for i in tokens) for ranks in by_ring}) == 1
+        # a token at position i attends to i + 1 keys, so the sum of positions measures the work
+        ranks_per_position = sp // ring  # ranks that split heads between them
+        works = [
+            sum(itertools.chain(*of_rank[first : first + ranks_per_position]))
+            for first in range(0, sp, ranks_per_position)
+        ]
+        assert len(set(works)) == 1
 
 
 def test_positions_restart_with_documents(group):
@@ -37,20 +43,23 @@ def test_positions_restart_with_documents(group):
     run, _, _ = make_run(make_case("1 docs=1"), {}, SpoilingStream)
     batch = train.load_batch(run, 0)
     tokens, positions = batch.tokens.flatten(0, 1), batch.positions.flatten(0, 1)
-    wanted = torch.zeros_like(positions)
+    expected = torch.zeros_like(positions)
     for i in range(1, SEQ):
-        wanted[:, i] = torch.where(tokens[:, i - 1] == END_TOKEN, 0, wanted[:, i - 1] + 1)
-    assert torch.equal(positions, wanted)
-    assert batch.keys_seen.item() == approx((2 * wanted + 1).double().mean().item())
+        expected[:, i] = torch.where(tokens[:, i - 1] == END_TOKEN, 0, expected[:, i - 1] + 1)
+    assert (expected[:, -1] < SEQ - 1).any()  # some sequence has a document's border
+    assert torch.equal(positions, expected)
+    # keys_seen is the mean of 2k - 1, and a token at position i sees k = i + 1 keys
+    assert batch.keys_seen.item() == approx((2 * expected + 1).double().mean().item())
 
 
 def test_tensor_parallel_ranks_exchange_tokens_with_or_without_sequences(monkeypatch):
-    """Tensor-parallel ranks exchange tokens, not features, of (tokens, C) and of (B, tokens, C).
+    """Tensor-parallel ranks gather and scatter tokens, not features, of activations with shape
+    (tokens, C) and (B, tokens, C).
 
     Catches a gather along the wrong dimension.
     """
     group = SimpleNamespace(tp=2, group=None)
-    x = torch.arange(24.0).view(2, 4, 3)  # of tp_rank 0; tp_rank 1 has x + 100
+    x = torch.arange(24.0).view(2, 4, 3)  # tp_rank 0 has x, and tp_rank 1 has x + 100
     monkeypatch.setattr(
         tensor, "all_gather", lambda out, x, group: out.copy_(torch.cat([x, x + 100]))
     )
@@ -58,8 +67,8 @@ def test_tensor_parallel_ranks_exchange_tokens_with_or_without_sequences(monkeyp
         tensor, "reduce_scatter", lambda out, x, group: out.copy_(2 * x[: len(out)])
     )
     for tokens in (x, x[0]):
-        want = torch.cat([tokens, tokens + 100], -2)
-        assert tensor.TensorParallel.gather_tokens(group, tokens).equal(want)
+        expected = torch.cat([tokens, tokens + 100], -2)
+        assert tensor.TensorParallel.gather_tokens(group, tokens).equal(expected)
         part = tensor.TensorParallel.reduce_scatter_tokens(group, tokens)
         assert part.equal(2 * tokens.chunk(2, -2)[0])
 
@@ -80,17 +89,17 @@ def test_pipeline_order_is_torchs(stages, micro_batches, chunks):
             pp_group_size=stages,
             _n_microbatches=micro_batches,
         )
-        found = [
+        expected = [
             (
-                one.computation_type == schedules.FORWARD,
-                one.microbatch_index,
-                one.stage_index // stages,
+                action.computation_type == schedules.FORWARD,
+                action.microbatch_index,
+                action.stage_index // stages,
             )
-            for one in theirs._calculate_single_rank_operations(stage)
-            if one
+            for action in theirs._calculate_single_rank_operations(stage)
+            if action  # None: the stage is idle
         ]
         ours = pipeline.pipeline_order(stage, stages, chunks, micro_batches)
-        assert [(one.forward, one.micro_batch, one.virtual_stage) for one in ours] == found
+        assert [(p.forward, p.micro_batch, p.virtual_stage) for p in ours] == expected
 
 
 def random_starts(sequences: int, seq: int, seed: int) -> torch.Tensor:
@@ -104,7 +113,7 @@ def random_starts(sequences: int, seq: int, seed: int) -> torch.Tensor:
 
 
 def documents_on_ring_worker(seq: int, ranks: int) -> None:
-    """Attention inside documents on a ring equals attention over the whole sequences."""
+    """Compare attention inside documents on a ring with that over whole sequences, on each rank."""
     groups = Groups()
     stream = CommStream(torch.device("cpu"))
     ring = attention.Ring(groups, ranks, ranks, stream)
@@ -119,7 +128,7 @@ def documents_on_ring_worker(seq: int, ranks: int) -> None:
         whole = attention.ring_documents(starts, 1, 0)
         op = attention.Attention("cpu").with_documents(whole)
         o, lse = op.forward(q, k, v)
-        wanted = o, *op.backward(lambda: (do, []), q, k, v, o, lse)
+        expected = o, *op.backward(lambda: (do, []), q, k, v, o, lse)
 
         own = attention.sequence_positions(seq, ranks, ranks, ring.rank)
         documents = attention.ring_documents(starts, ranks, ring.rank)
@@ -127,7 +136,7 @@ def documents_on_ring_worker(seq: int, ranks: int) -> None:
         inputs = [x[:, own] for x in (q, k, v)]
         o, lse = op.forward(*inputs)
         found = o, *op.backward(lambda: (do[:, own], []), *inputs, o, lse)
-        for name, ours, all_tokens in zip("o dq dk dv".split(), found, wanted):
+        for name, ours, all_tokens in zip("o dq dk dv".split(), found, expected):
             assert torch.allclose(ours, all_tokens[:, own], rtol=1e-12, atol=1e-12), (seed, name)
 
         # no pair of query and key is computed twice, or left out
@@ -137,8 +146,8 @@ def documents_on_ring_worker(seq: int, ranks: int) -> None:
 
 @parametrize("ranks", [2, 3, 4])
 def test_documents_on_a_ring_are_those_of_the_whole_sequence(ranks):
-    """Attention stays inside documents on rings of 2, 3 and 4, forward and backward, with several
-    sequences per micro-batch and with head groups, for documents of any lengths.
+    """On rings of 2, 3 and 4 ranks, attention stays inside documents of any lengths, forward and
+    backward, with several sequences per micro-batch and with head groups.
 
     Catches a query that sees a key of another document, or misses one of its own.
     """

@@ -26,7 +26,8 @@ import prepare
 from helpers import fail_disk_full, make_tokenizer
 from test_all import ROOT, parametrize, read_log, run, slow
 
-# The words and the special tokens of the small tokenizer. Other words are <unk>
+# The words and the special tokens of the small tokenizer. A text's other words are <unk>. A token's
+# id is its position in WORDS + SPECIAL, and has the name below.
 WORDS = "<unk> hi oh you be good <s>".split()
 SPECIAL = "<|end|> <|user|> <|assistant|> <|/|> <|system|>".split()
 UNK, HI, OH, YOU, BE, GOOD, BOS, END, USER, BOT, TURN, SYSTEM = range(12)
@@ -59,13 +60,13 @@ def word_tokenizer(folder: Path, template: str = TEMPLATE, adds: str = "", **con
 
 
 def command(inputs, tokenizer, out, flags: str = "") -> list[str]:
+    """Return the arguments of prepare.py. inputs: a path, or a list of paths."""
     inputs = inputs if isinstance(inputs, list) else [inputs]
     return [*map(str, inputs), "--tokenizer", f"{tokenizer}", "--out", f"{out}", *flags.split()]
 
 
 def prepared(inputs, tokenizer, out, flags: str = "") -> list[int]:
-    """Run prepare.py in this process, with one worker if the flags do not say more. Return the
-    ids."""
+    """Run prepare.py in this process, with one worker unless a flag says more. Return the ids."""
     if "--workers" not in flags:
         flags += " --workers 1"
     assert prepare.main(command(inputs, tokenizer, out, flags)) == 0
@@ -84,6 +85,7 @@ def refusal(inputs, tokenizer, out, capsys, flags: str = "") -> str:
 
 
 def lines(*records) -> str:
+    """Return records as JSON Lines."""
     return "".join(json.dumps(record) + "\n" for record in records)
 
 
@@ -96,9 +98,9 @@ def conversation(*turns) -> dict:
 
 
 def test_prepare_the_example_of_its_docstring(tmp_path):
-    """The example in prepare.py's docstring is what comes out.
+    """prepare.py writes the files that the example in its docstring shows.
 
-    Catches a file format that differs from what train.py is told.
+    Catches a docstring that is not true, and a sidecar that tells train.py something else.
     """
     tokenizer = word_tokenizer(tmp_path / "tok")
     text, chat, out = tmp_path / "a.jsonl", tmp_path / "b.jsonl", tmp_path / "new" / "a.bin"
@@ -116,10 +118,10 @@ def test_prepare_the_example_of_its_docstring(tmp_path):
 
 
 def test_prepare_reads_each_format(tmp_path):
-    """Each format gives the same ids, those of transformers, with one worker and with three.
+    """Each format gives the ids that transformers gives, with one worker and with three.
 
-    Names have spaces, lines end as on Windows, a file begins with a byte order mark, and batches
-    are small. Catches text that a format loses or changes, and an order that workers change.
+    Names have spaces, lines end as on Windows, and a file begins with a byte order mark. Catches
+    text that a format loses or changes, and an order that depends on the number of workers.
     """
     from transformers import PreTrainedTokenizerFast
 
@@ -199,22 +201,22 @@ def test_prepare_reads_tables(kind, tmp_path):
                 writer.write_table(table, max_chunksize=90)
     expected = prepared(tmp_path / "a.jsonl", tokenizer, tmp_path / "a.bin")
     assert prepared(path, tokenizer, tmp_path / "b.bin") == expected
-    source = prepare.identify(str(path))  # a resumed command begins in the middle
-    start = prepare.Cursor(0, 0, 123)
+
+    # a resumed command begins in the middle: 123 of the 1000 rows are done
     if kind != "zst":
-        rest = b"".join(c.content for c in prepare.READERS[source.kind](source, start, ["text"]))
-        assert (
-            rest.count(b"\n") == 877
-            and json.loads(rest.split(b"\n")[0])["text"] == (records[123]["text"])
-        )
+        source = prepare.identify(str(path))
+        chunks = prepare.READERS[source.kind](source, prepare.Cursor(0, 0, 123), ["text"])
+        rest = b"".join(chunk.content for chunk in chunks).splitlines()
+        assert len(rest) == 877 and json.loads(rest[0])["text"] == records[123]["text"]
 
 
 def test_prepare_long_documents(tmp_path, monkeypatch):
-    """A document has the ids of the whole text, and a longer one loses nothing at the cuts.
+    """A document up to the limit has the ids of the whole text. A longer one is cut, and loses
+    nothing at the cuts.
 
-    Limits are small. A text without a place to cut is cut between characters. A file and a line of
+    The limit is small here. A text without spaces is cut between characters. A file and a line of
     JSON with the same text have the same ids. Catches a character that a cut breaks, and an end
-    token inside of a document.
+    token inside a document.
     """
     from tokenizers import Tokenizer
 
@@ -244,9 +246,9 @@ def test_prepare_long_documents(tmp_path, monkeypatch):
 
 @slow
 def test_prepare_millions_of_small_documents(tmp_path, monkeypatch):
-    """Two million documents of one token take seconds.
+    """Two million documents of one token take less than a minute of processor time.
 
-    Catches work per document that should be per batch.
+    Catches work that is done per document although it could be done per batch.
     """
     tokenizer = word_tokenizer(tmp_path / "tok")
     path = tmp_path / "a.jsonl"
@@ -306,9 +308,9 @@ def test_prepare_millions_of_small_documents(tmp_path, monkeypatch):
     ],
 )
 def test_prepare_refuses_what_it_cannot_read(name, content, message, tmp_path, capsys, monkeypatch):
-    """A file that cannot be read is refused by its name and line, and nothing is left.
+    """A file that cannot be read is refused by its name and line, and nothing is written.
 
-    Catches bytes of another format that are taken for text, and text that is dropped.
+    Catches bytes of another format that are taken for text, and text that is left out silently.
     """
     monkeypatch.setattr(prepare, "LINE_BYTES", 5000)
     monkeypatch.setattr(prepare, "BATCH_BYTES", 1000)
@@ -320,7 +322,7 @@ def test_prepare_refuses_what_it_cannot_read(name, content, message, tmp_path, c
 
 
 def test_prepare_names_the_first_fault_for_any_number_of_workers(tmp_path, capsys, monkeypatch):
-    """With many workers the fault that comes first in the inputs is named.
+    """With several workers, the error names the fault that comes first in the inputs.
 
     Catches an error that depends on which worker is faster.
     """
@@ -334,7 +336,8 @@ def test_prepare_names_the_first_fault_for_any_number_of_workers(tmp_path, capsy
 
 
 def test_prepare_folders(tmp_path, capsys):
-    """Links to folders are followed once, and hidden files, and files that are written, left out.
+    """In a folder, links to folders are followed once. Hidden files, and the files that the command
+    itself writes, are left out.
 
     A FIFO and a link that leads nowhere are refused. Catches a loop, a file that is read twice,
     and a command that reads its own output.
@@ -418,18 +421,23 @@ def test_prepare_end_tokens(files, flags, expected, tmp_path, capsys):
         assert sidecar["document_token"] == expected
 
 
-def test_prepare_first_tokens(tmp_path, capsys):
-    """--bos puts the tokenizer's own first token before each document, and not without the flag.
+def test_prepare_first_tokens(tmp_path, capsys, monkeypatch):
+    """Only with --bos, the tokenizer's own first token stands before each document.
 
-    Catches a token that is doubled or missing, and a parts of a long document that each have one.
+    Catches a token that is doubled or missing, and a long document whose parts each have one.
     """
     (tmp_path / "a.jsonl").write_text(lines({"text": "hi"}, {"text": ""}))
+    (tmp_path / "long.txt").write_text(50 * "oh ")
     for name, adds, config in (("own", "<s>", {}), ("named", "", {"bos_token": "<s>"})):
         tokenizer = word_tokenizer(tmp_path / name, adds=adds, **config)
         ids = prepared(tmp_path / "a.jsonl", tokenizer, tmp_path / f"{name}.bin", "--bos")
         assert ids == [BOS, HI, END, BOS, END]
         ids = prepared(tmp_path / "a.jsonl", tokenizer, tmp_path / f"{name}-without.bin")
         assert ids == [HI, END, END]
+        with monkeypatch.context() as patch:
+            patch.setattr(prepare, "DOCUMENT_BYTES", 30)  # the document is cut into parts
+            ids = prepared(tmp_path / "long.txt", tokenizer, tmp_path / f"{name}-long.bin", "--bos")
+        assert ids == [BOS, *(50 * [OH]), END]
     tokenizer = word_tokenizer(tmp_path / "neither")
     said = refusal(tmp_path / "a.jsonl", tokenizer, tmp_path / "x.bin", capsys, "--bos")
     assert "--bos: the tokenizer" in said and "has no bos_token" in said
@@ -447,7 +455,7 @@ def test_prepare_text_that_spells_special_tokens(tmp_path, capsys):
     ids = prepared(text, tokenizer, tmp_path / "b.bin", "--special-tokens")
     assert ids == [HI, END, YOU, TURN, YOU, END]
 
-    # the model of this tokenizer knows its end token as a word, too
+    # here the end token <s> is also a word of the tokenizer, so plain text can spell it
     tokenizer = word_tokenizer(tmp_path / "other", eos_token="<s>")
     text.write_text("hi <s> you")
     said = refusal(text, tokenizer, tmp_path / "c.bin", capsys)
@@ -457,7 +465,10 @@ def test_prepare_text_that_spells_special_tokens(tmp_path, capsys):
 
 
 def test_prepare_four_bytes(tmp_path):
-    """Ids of 2^16 and more have four bytes. Catches ids that are cut to two bytes."""
+    """Ids of 2^16 and more have four bytes.
+
+    Catches ids that are cut to two bytes.
+    """
     from tokenizers import Tokenizer, models, pre_tokenizers
 
     words = {f"w{i}": i for i in range(70_000)}
@@ -518,9 +529,10 @@ def test_prepare_four_bytes(tmp_path):
     ],
 )
 def test_prepare_masks_of_conversations(record, expected, mask, tmp_path):
-    """Only what the assistant says counts as a label, with its end of turn. Ids are transformers'.
+    """Only the assistant's text and its ends of turns count as labels. The ids are those of
+    transformers.
 
-    Catches a label of the user's, and an assistant that never learns to stop.
+    Catches a label in the user's text, and an assistant that never learns to stop.
     """
     from transformers import PreTrainedTokenizerFast
 
@@ -536,10 +548,11 @@ def test_prepare_masks_of_conversations(record, expected, mask, tmp_path):
 
 
 def test_prepare_masks_of_other_templates(tmp_path):
-    """A template that marks the assistant's text by {% generation %} decides, and a template of the
-    older kind, which has no generation prompt and ends with white space, is understood.
+    """If a template marks the assistant's text by {% generation %}, only this text counts. A
+    template of the older kind, which has no generation prompt and ends with white space, works too.
 
-    Catches a mark that is ignored, and white space after the end of a turn that counts.
+    Catches a mark that is ignored, and white space that counts although it follows the end of a
+    turn.
     """
     record = conversation(("user", "hi"), ("assistant", "oh you"), ("user", "be"))
     (tmp_path / "a.jsonl").write_text(lines(record))
@@ -578,10 +591,10 @@ def test_prepare_masks_of_other_templates(tmp_path):
 
 
 def test_prepare_masks_tokens_of_white_space(tmp_path):
-    """A token of white space before the assistant's text does not count, and bytes of one character
-    count alike.
+    """White space before the assistant's text does not count. If a character has several tokens,
+    all of them count, or none.
 
-    The tokenizer's post-processor takes white space out of its offsets, as those of GPT-2 and
+    The tokenizer's post-processor leaves white space out of its offsets, as those of GPT-2 and
     Llama 3 do. Catches a mask that is shifted by a token.
     """
     from tokenizers import Tokenizer, processors
@@ -602,14 +615,14 @@ def test_prepare_masks_tokens_of_white_space(tmp_path):
     assert tokenizer.decode(answer, skip_special_tokens=False) == " 世 \n<|/|>"
 
 
-# Chat templates as published models have them, shortened, and what counts of the answers " oh \n"
-# and "you". Phi 3's special tokens take the white space after them
+# name -> (a published model's chat template, shortened; the labels of the answers " oh \n" and
+# "you") Phi 3's special tokens include the white space after them.
 PUBLISHED = {
     "Qwen2.5": (
         "{% if messages[0].role != 'system' %}{{ '<|im_start|>system\\nbe good<|im_end|>\\n' }}"
         "{% endif %}{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' + m.content + "
-        "'<|im_end|>\\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}"
-        "{% endif %}",
+        "'<|im_end|>\\n' }}{% endfor %}{% if add_generation_prompt %}"
+        "{{ '<|im_start|>assistant\\n' }}{% endif %}",
         [" oh \n<|im_end|>", "you<|im_end|>"],
     ),
     "Llama 3": (
@@ -648,10 +661,10 @@ PUBLISHED = {
 
 @parametrize("name", PUBLISHED)
 def test_prepare_masks_of_published_templates(name, tmp_path):
-    """For each kind of chat template the ids are those of transformers, and the labels the answers
-    with their ends of turn, also where a message spells a special token.
+    """For each kind of chat template, the ids are those of transformers, and the labels are the
+    answers with their ends of turns. This holds also if a message spells a special token.
 
-    Catches a mask that fits one family of models only.
+    Catches a mask that is right for one family of models only.
     """
     from tokenizers import AddedToken, Tokenizer
     from transformers import PreTrainedTokenizerFast
@@ -715,7 +728,8 @@ def test_prepare_masks_of_published_templates(name, tmp_path):
         (
             TEMPLATE.replace("<|/|>", "<|end|>"),
             {},
-            r"document token 7 \(<\|end\|>\) also occurs within.*--document-token ID: 10 \(<\|/\|>\)",
+            r"document token 7 \(<\|end\|>\) also occurs within.*--document-token ID: 10 "
+            r"\(<\|/\|>\)",
         ),
         ("", {"text": "hi"}, "it has no field messages .*Its fields are text"),
         ("", {"messages": []}, "it has no field messages"),
@@ -733,7 +747,7 @@ def test_prepare_masks_of_published_templates(name, tmp_path):
 def test_prepare_refuses_conversations(template, record, message, tmp_path, capsys):
     """A conversation that the template refuses, or whose answers cannot be found, is refused.
 
-    Catches a mask that is wrong without a word, and a template that runs code.
+    Catches a mask that is wrong without an error, and a template that runs code.
     """
     good = conversation(("user", "hi"), ("assistant", "oh"))
     tokenizer = word_tokenizer(tmp_path / "tok", template, pad_token="<|/|>")
@@ -743,7 +757,7 @@ def test_prepare_refuses_conversations(template, record, message, tmp_path, caps
 
 
 def test_prepare_null_entries_of_messages(tmp_path):
-    """Entries that are null, as tables fill them in, are as if they were absent.
+    """An entry that is null counts as absent, because tables fill in null for absent entries.
 
     Catches a template that takes each message for a call of a tool.
     """
@@ -759,9 +773,10 @@ def test_prepare_null_entries_of_messages(tmp_path):
 
 @parametrize("flags", ["--chat", "--chat --special-tokens"])
 def test_prepare_empty_tools(flags, tmp_path):
-    """An empty list of tools, as tables fill it in, is as if it were absent.
+    """An empty list of tools counts as absent, because tables fill in empty lists. With
+    --special-tokens it does, too.
 
-    Catches --special-tokens that gives a template other tools than a command without it.
+    Catches a template that writes a message about tools although there are none.
     """
     template = "{% if tools is not none %}good {% endif %}" + TEMPLATE
     tokenizer = word_tokenizer(tmp_path / "tok", template)
@@ -772,7 +787,8 @@ def test_prepare_empty_tools(flags, tmp_path):
 
 
 def test_prepare_dates_of_templates(tmp_path):
-    """A template that writes the date writes that of one day, or the command ends.
+    """If a template writes the date, all conversations have the same one. On a new day, the command
+    ends with an error.
 
     Catches a resumed command whose conversations have two dates.
     """
@@ -791,7 +807,7 @@ def test_prepare_dates_of_templates(tmp_path):
 def test_prepare_chat_needs_conversations_and_a_template(tmp_path, capsys):
     """--chat refuses plain text, --bos, and a tokenizer without a template.
 
-    Catches a file that is written of nothing.
+    Catches a command that writes an empty file, or conversations without their template.
     """
     tokenizer = word_tokenizer(tmp_path / "tok", None)
     (tmp_path / "a.txt").write_text("hi")
@@ -806,8 +822,9 @@ def test_prepare_chat_needs_conversations_and_a_template(tmp_path, capsys):
 
 # ---------------------------------------------------------------------------- faults
 
-# Run prepare.py in a process of its own, which notes its progress after each batch. It ends as if
-# it were killed at the Nth of Python's audit events of one kind that names a certain path
+# A program that runs prepare.py, which notes its progress after each batch here. The program kills
+# itself at the nth audit event of Python (sys.addaudithook) that has a certain name and whose path
+# matches a regular expression.
 KILLED = """
 import os, re, signal, sys
 sys.path.insert(0, {root!r})
@@ -829,19 +846,21 @@ sys.exit(prepare.main({argv!r}))
 @parametrize(
     "event, path, nth, goes_on",
     [
-        ("open", "progress.json", 1, False),  # before anything is noted
+        ("open", "progress.json", 1, False),  # no progress is noted yet
         ("open", "progress.json", 12, True),
         ("os.rename", "progress.json", 12, True),  # ids are written, but not noted
-        ("os.rename", "partial/mask", 1, True),  # between the last steps
-        ("open", "new-.*/a.bin.json", 1, True),
-        ("os.rename", "partial/ids", 1, True),
+        # all ids are written, and only the last renames are missing
+        ("os.rename", "partial/mask", 1, False),
+        ("open", "new-.*/a.bin.json", 1, False),
+        ("os.rename", "partial/ids", 1, False),
     ],
 )
 def test_prepare_goes_on_after_a_kill(event, path, nth, goes_on, tmp_path, capsys):
-    """A command that is killed leaves no file that could be believed, and goes on when repeated.
+    """A command that is killed leaves no file that looks complete. If it is repeated, its files are
+    those of a command that nothing has interrupted, bit for bit.
 
-    Its files are those of a command that nothing has interrupted, bit for bit. Catches ids that are
-    lost or doubled.
+    Catches ids that are lost or doubled. goes_on: whether the repeated command says that it goes on
+    in the middle of the texts.
     """
     tokenizer = word_tokenizer(tmp_path / "tok")
     records = [
@@ -857,19 +876,31 @@ def test_prepare_goes_on_after_a_kill(event, path, nth, goes_on, tmp_path, capsy
     assert not out.exists()
     prepared(inputs, tokenizer, out, "--chat")
     said = capsys.readouterr().err
-    assert ("going on after" in said) == (goes_on and "progress" in path)
+    assert ("going on after" in said) == goes_on
     prepared(inputs, tokenizer, tmp_path / "whole.bin", "--chat")
     assert out.read_bytes() == (tmp_path / "whole.bin").read_bytes()
     assert (tmp_path / "a.mask").read_bytes() == (tmp_path / "whole.mask").read_bytes()
     assert not [*tmp_path.glob("*.partial")]
 
 
-@parametrize("fault", ["limit", "event"])
-def test_prepare_goes_on_after_a_full_disk(fault, tmp_path, capsys, monkeypatch):
-    """A full disk ends the command with a sentence, and it goes on when there is space again.
+def fill_disk_after(tokens: int, monkeypatch) -> None:
+    """Let prepare.py find a full disk when it notes its progress after more than so many tokens."""
+    commit = prepare.commit
 
-    The system's limit on the size of files stands for a full disk. Catches half a batch that is
-    believed.
+    def commit_unless_full(settings, partial, progress, files):
+        if progress.tokens > tokens:
+            fail_disk_full()
+        commit(settings, partial, progress, files)
+
+    monkeypatch.setattr(prepare, "commit", commit_unless_full)
+
+
+@parametrize("fault", ["in a write", "at a commit"])
+def test_prepare_goes_on_after_a_full_disk(fault, tmp_path, capsys, monkeypatch):
+    """A full disk ends the command with a sentence. The repeated command goes on where it was.
+
+    The disk is full in the middle of a write, for which the system's limit on the size of files
+    stands, or when progress is noted. Catches half a batch that is taken for a whole one.
     """
     monkeypatch.setattr(prepare, "COMMIT_SECONDS", 0)
     monkeypatch.setattr(prepare, "BATCH_BYTES", 3000)
@@ -877,7 +908,7 @@ def test_prepare_goes_on_after_a_full_disk(fault, tmp_path, capsys, monkeypatch)
     (tmp_path / "a.txt").write_text("hi oh you " * 3000)
     (tmp_path / "b.jsonl").write_text(lines(*({"text": "oh " * (i % 9)} for i in range(3000))))
     inputs, out = [tmp_path / "a.txt", tmp_path / "b.jsonl"], tmp_path / "o" / "a.bin"
-    if fault == "limit":
+    if fault == "in a write":
         _, most = limits = resource.getrlimit(resource.RLIMIT_FSIZE)
         resource.setrlimit(resource.RLIMIT_FSIZE, (25_001, most))
         try:
@@ -886,15 +917,8 @@ def test_prepare_goes_on_after_a_full_disk(fault, tmp_path, capsys, monkeypatch)
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         assert "a.bin cannot be written: File too large. Make space on that disk" in said
     else:
-        noted = prepare.commit
-
-        def full(settings, partial, progress, files):
-            if progress.tokens > 9500:
-                fail_disk_full()
-            noted(settings, partial, progress, files)
-
         with monkeypatch.context() as patch:
-            patch.setattr(prepare, "commit", full)
+            fill_disk_after(9500, patch)
             said = refusal(inputs, tokenizer, out, capsys)
         assert "a.bin cannot be written: No space left on device" in said
     assert said.endswith("What is done is kept: start the same command again, and it goes on")
@@ -904,9 +928,9 @@ def test_prepare_goes_on_after_a_full_disk(fault, tmp_path, capsys, monkeypatch)
     assert ids == prepared(inputs, tokenizer, tmp_path / "whole.bin")
 
 
-def test_prepare_believes_no_other_file(tmp_path, capsys, monkeypatch):
-    """Parts of another command, of other inputs, or with damage, are refused, and OUT is never
-    overwritten.
+def test_prepare_goes_on_only_with_its_own_files(tmp_path, capsys, monkeypatch):
+    """If OUT.partial was begun with other flags or inputs, or is damaged, the command is refused.
+    OUT is never overwritten.
 
     Catches ids of two tokenizers in one file.
     """
@@ -941,8 +965,8 @@ def test_prepare_believes_no_other_file(tmp_path, capsys, monkeypatch):
 
 
 def test_prepare_killed_after_the_last_rename(tmp_path, capsys, monkeypatch):
-    """If OUT is removed but OUT.partial is left of a command that was killed at its very end, the
-    command ends with an error, and does not create OUT.
+    """A command that was killed at its very end leaves OUT.partial beside OUT. If OUT is then
+    removed, the repeated command ends with an error, and does not create OUT.
 
     Catches an empty OUT, which train.py would read as tokens.
     """
@@ -958,9 +982,10 @@ def test_prepare_killed_after_the_last_rename(tmp_path, capsys, monkeypatch):
 
 
 def test_prepare_notices_damage(tmp_path, capsys, monkeypatch):
-    """A changed byte in the part that was written, or in an input while it is read, is noticed.
+    """A changed byte in the ids that are written already, and an input that changes while it is
+    read, are noticed.
 
-    Catches ids that nobody wrote.
+    Catches ids of a text that no input has.
     """
     monkeypatch.setattr(prepare, "COMMIT_SECONDS", 0)
     monkeypatch.setattr(prepare, "BATCH_BYTES", 100)
@@ -968,15 +993,8 @@ def test_prepare_notices_damage(tmp_path, capsys, monkeypatch):
     text = tmp_path / "a.jsonl"
     text.write_text(lines(*({"text": "hi"} for _ in range(99))))
     args = text, tokenizer, tmp_path / "a.bin", capsys
-    noted = prepare.commit
-
-    def full(settings, partial, progress, files):
-        if progress.tokens > 50:
-            fail_disk_full()
-        noted(settings, partial, progress, files)
-
     with monkeypatch.context() as patch:
-        patch.setattr(prepare, "commit", full)
+        fill_disk_after(50, patch)
         assert "No space left" in refusal(*args)
     ids = tmp_path / "a.bin.partial" / "ids"
     content = bytearray(ids.read_bytes())
@@ -996,9 +1014,9 @@ def test_prepare_notices_damage(tmp_path, capsys, monkeypatch):
 
 
 def test_prepare_flags(tmp_path, capsys, monkeypatch):
-    """--help has a sentence for each flag, ~ is expanded, and flags that cannot be are refused.
+    """--help names each flag, ~ is expanded, and illegal values are refused.
 
-    Catches a flag that nobody can understand.
+    Catches a flag that --help leaves out, and a value that leads to a late error.
     """
     with raises(SystemExit):
         prepare.main(["--help"])
@@ -1020,9 +1038,10 @@ def test_prepare_flags(tmp_path, capsys, monkeypatch):
 
 
 def test_prepare_needs_no_library_for_text():
-    """Text and JSON Lines are prepared without torch, transformers, datasets and pyarrow.
+    """prepare.py can be imported without torch, transformers, datasets, pyarrow, jinja2 and
+    zstandard.
 
-    Catches an import that makes a laptop install them.
+    Catches an import because of which a laptop needs them even for text and JSON Lines.
     """
     code = "import sys, prepare; print(*sys.modules)"
     out = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
@@ -1033,10 +1052,10 @@ def test_prepare_needs_no_library_for_text():
 
 
 def test_prepare_for_train(tmp_path):
-    """The function for train.py finds the file of an earlier call again, and writes a new one when
-    an input changes.
+    """tokenise_data, which train.py calls, finds the file of an earlier call again, and writes a
+    new one if an input or a flag has changed.
 
-    Catches the ids of another text.
+    Catches ids of another text.
     """
     tokenizer = word_tokenizer(tmp_path / "tok")
     text = tmp_path / "a.txt"
@@ -1067,8 +1086,8 @@ def test_conversations_from_prepare_to_export(tmp_path):
     """Conversations are prepared, trained on by two ranks that share each sequence, resumed by one
     rank, and exported.
 
-    The loss of evaluations is that of transformers on the export, over the assistant's tokens
-    alone. Catches a mask that is lost, or shifted, on the way.
+    The validation loss is that of transformers with the export, over the assistant's tokens only.
+    Catches a mask that is lost, or shifted, on the way.
     """
     from transformers import AutoModelForCausalLM
 
@@ -1113,9 +1132,8 @@ def test_conversations_from_prepare_to_export(tmp_path):
         for begin, end in itertools.pairwise(begins):
             labels = torch.tensor(tokens[begin + 1 : end + 1])
             counts = torch.from_numpy(mask[start + begin + 1 : start + end + 1].copy())
-            counts[torch.tensor(tokens[begin:end]) == END] = (
-                False  # the next document's first token
-            )
+            # the label after a document's end is the next document's first token
+            counts[torch.tensor(tokens[begin:end]) == END] = False
             if begin < end:
                 logits = theirs(torch.tensor([tokens[begin:end]])).logits[0]
                 losses += F.cross_entropy(logits[counts], labels[counts], reduction="none").tolist()

@@ -52,7 +52,7 @@ def anchors(page: Path) -> set[str]:
 def test_pages_link_to_what_exists():
     """Each link of each page leads to a file, and to a heading if it names one.
 
-    Catches a link to nothing.
+    Catches a link to a file or a heading that does not exist.
     """
     for page in PAGES:
         for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
@@ -70,13 +70,14 @@ def test_readme_names_every_file():
     Catches a file that no reader finds.
     """
     readme = (ROOT / "README.md").read_text()
-    files = [*ROOT.glob("*.py"), *ROOT.glob("csrc/*.cpp")]
-    assert all(f"`{file.relative_to(ROOT)}`" in readme for file in files), files
+    for file in (*ROOT.glob("*.py"), *ROOT.glob("csrc/*.cpp")):
+        assert f"`{file.relative_to(ROOT)}`" in readme, file
     linked = [*ROOT.glob("docs/*.md"), *ROOT.glob("examples/*.py"), ROOT / "results" / "README.md"]
     for file in linked:
         assert f"]({file.relative_to(ROOT)}" in readme, file
     all_pages = "".join(page.read_text() for page in PAGES)
-    assert all(picture.name in all_pages for picture in ROOT.glob("results/*.svg"))
+    for picture in ROOT.glob("results/*.svg"):
+        assert picture.name in all_pages, picture
 
 
 def test_planning_names_every_model():
@@ -169,9 +170,10 @@ def test_commands_parse(page, line, monkeypatch):
 
 
 def test_no_command_is_left_out():
-    """The commands above are those of every program that README promises.
+    """test_commands_parse has commands of every program that README promises, and the pages have
+    code blocks of one kind only.
 
-    Catches a code block of another kind, which no test would read.
+    Catches a code block that test_commands_parse would not read.
     """
     text = "\n".join(line for _, line in ALL_COMMANDS)
     for promised in ("make train", "make test", "train.py", "planner.py", "bench.py", "sample.py"):
@@ -182,10 +184,11 @@ def test_no_command_is_left_out():
 
 
 def test_requirements_for_gpus_are_those_that_measured():
-    """requirements-gpu.txt has the versions of the measured rows, and otherwise requirements.txt's.
+    """requirements-gpu.txt has the versions of torch and FlashAttention-4 that the measured rows
+    have. All other versions are those of requirements.txt.
 
-    README's command for FlashAttention-4 names the same version, and so does the hint of the row in
-    attention.KERNELS. Catches an installation that nobody has measured.
+    README's command for FlashAttention-4 names the same version. Catches an installation that
+    nobody has measured.
     """
 
     def pins(name: str) -> dict[str, str]:
@@ -208,7 +211,8 @@ def test_requirements_for_gpus_are_those_that_measured():
 
 @slow
 def test_readme_walk(tmp_path):
-    """The walk of docs/huggingface.md runs as it is, in a folder like this one.
+    """The commands of docs/huggingface.md that make a checkpoint, extend it to four times its
+    length, export it and compare it with transformers run as they are, in a folder like this one.
 
     Catches commands that a reader would copy in vain.
     """

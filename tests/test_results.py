@@ -1,4 +1,4 @@
-"""Show that results files can be read, and that pages say what they hold."""
+"""Show that results files can be read, and that the pages and pictures say what is in them."""
 
 import json
 import re
@@ -83,8 +83,8 @@ def test_compared_rows_are_measured():
 
 
 def test_peers_are_compared_at_one_precision(tmp_path, monkeypatch):
-    """The fastest peer of a comparison computes its products in bf16, as our row does. DeepSpeed is
-    a peer as FSDP2 is.
+    """The fastest peer of a comparison computes its products in bf16, as our row does. DeepSpeed's
+    rows count as those of any other peer.
 
     Catches a peer whose float8 products are compared with our products in bf16.
     """
@@ -107,10 +107,11 @@ def test_peers_are_compared_at_one_precision(tmp_path, monkeypatch):
     assert (ours["label"], peer["label"]) == ("ours", "deepspeed selective")
 
 
-def test_rows_of_the_rough_clock_are_known():
-    """A row whose clock began too early is marked, and left out where it may be too short.
+def test_rows_of_the_rough_clock_are_left_out():
+    """A row that an older, rougher clock measured is known as such. It is left out of a comparison
+    if its time may be too short.
 
-    Catches a step that seems faster than it is, in a table that compares.
+    Catches a step that seems faster than it is in a table that compares steps.
     """
     row = {"label": "ours", "flags": "", "step_s": 50.0, "os_place": "host"}
     assert report.may_be_too_short(row)
@@ -140,10 +141,10 @@ def test_pictures_say_what_the_rows_say():
 
 
 def test_pictures_do_not_change_from_run_to_run(tmp_path):
-    """Pictures of ideas are drawn as they are in results/, to the byte.
+    """The pictures that show ideas, not results, are drawn again byte for byte as in results/.
 
-    Catches a picture that nobody can mend, because its source is lost, and a file that changes with
-    each run.
+    Catches a picture that differs from the code that draws it, and a file that changes with each
+    run.
     """
     for draw, name in ((pictures.draw_layer, "layer.svg"), (pictures.draw_shards, "shards.svg")):
         draw(tmp_path / name)
@@ -160,9 +161,9 @@ def test_pictures_do_not_change_from_run_to_run(tmp_path):
     ],
 )
 def test_a_line_that_is_no_row_is_named(results, line, message):
-    """A broken line of a results file is refused, with its file and its number.
+    """A broken line of a results file is refused, with the file's name and the line's number.
 
-    Catches a half-written row that is left out without a word.
+    Catches a half-written row that is left out silently.
     """
     with (results / "2026-11-2xh200" / "long.jsonl").open("a") as f:
         f.write(line + "\n")
@@ -185,16 +186,20 @@ def test_a_line_that_is_no_row_is_named(results, line, message):
     ],
 )
 def test_a_wrong_block_is_named(text, message):
-    """A block that nothing can fill is refused by its name. Catches a table that stays empty."""
+    """A block of a page that no results file can fill is refused by its name.
+
+    Catches a table that stays empty.
+    """
     with raises(ValueError, match=re.escape(message)):
         report.filled(text)
 
 
 def test_the_newest_row_of_a_setting_is_shown(results):
-    """Of rows with the same setting only the last is shown, also if flags are given in another
-    order or twice. Other hardware, kernels and labels are other settings; rows without flags stay.
+    """Of rows with the same setting only the newest is shown, even if their flags have another
+    order, or a flag is given twice. Other hardware, another kernel and another label are other
+    settings. All rows without flags are shown.
 
-    Catches a page that shows a number which was measured again since.
+    Catches a page that shows a number although it was measured again later.
     """
     again = A_ROW | {"step_s": 1.5, "flags": "--seq 64K --model 1b"}
     others = [
@@ -218,7 +223,7 @@ def test_the_newest_row_of_a_setting_is_shown(results):
 def test_labels_are_words():
     """A row's first column says in words what its label and its plan say.
 
-    Catches a label that a reader must decode, and a plan that is told wrong.
+    Catches a label that a reader must decode, and a plan that is described wrongly.
     """
     plan = {"layers": 32, "chunks": 4, "resident": 20, "kept_chunks": 60, "swapped_chunks": 12}
     ours = A_ROW | {"p": 1, "g": 2, "os": 2, "sp": 2, "ring": 2, "activations": plan}
@@ -237,8 +242,8 @@ def test_labels_are_words():
         ),
         (
             A_ROW | {"activations": plan | {"kept_chunks": 0, "swapped_chunks": 0, "stride": 3}},
-            "this project; 20 layers stay on the GPU with x and o only, one in 3 with x; the other 12"
-            " swap x and o",
+            "this project; 20 layers stay on the GPU with x and o only, one in 3 with x; the other "
+            "12 swap x and o",
         ),
         (
             A_ROW | {"label": "fsdp2 selective host"},
@@ -260,8 +265,8 @@ def test_labels_are_words():
         ),
         (
             A_ROW | {"label": "4,4,4 M=1 without spread, reduce"},
-            "this project; without param_broadcast, grad_reduce; parameters, gradients and optimizer"
-            " states in 4 parts",
+            "this project; without param_broadcast, grad_reduce; parameters, gradients and "
+            "optimizer states in 4 parts",
         ),
     ]
     for row, text in texts:
@@ -269,7 +274,7 @@ def test_labels_are_words():
     assert report.factors_text(Factors(1, 1, 1)) == "every GPU holds all model states"
     assert report.hardware_of({"hardware": "NVIDIA H100 80GB HBM3"}) == "1 H100"
     assert report.tokens_text(1_392_640) == "1,360K" and report.tokens_text(100) == "100"
-    # every label of every row that pages show is told without the label's own short forms
+    # no row that a page shows is described by the short forms of its label
     for table in report.TABLE_COLUMNS:
         for row in report.shown(table):
             words = report.what_ran(row)
@@ -277,9 +282,10 @@ def test_labels_are_words():
 
 
 def test_results_files_are_named_by_month_machine_and_table(tmp_path, monkeypatch):
-    """bench.py's files are OUT/MONTH-MACHINE/TABLE.jsonl, and a line is added on its own line.
+    """bench.py's files are OUT/MONTH-MACHINE/TABLE.jsonl. A new row begins on a new line.
 
-    Catches rows of two machines or two tables in one file, and a row that is glued to a broken one.
+    Catches rows of two machines or two tables in one file, and a row that is appended to a broken
+    line.
     """
     monkeypatch.setattr(sys, "argv", ["bench.py", "--out", str(tmp_path)])
     args = bench.parse()
@@ -290,10 +296,8 @@ def test_results_files_are_named_by_month_machine_and_table(tmp_path, monkeypatc
         ("CPU", "cpu"),
     ):
         file = bench.results_file(args, True, hardware)
-        month, _, name = file.parent.name.partition("-" + machine)
-        assert (
-            re.fullmatch(r"\d{4}-\d\d", month) and not name and file.name == f"{args.table}.jsonl"
-        )
+        assert re.fullmatch(rf"\d{{4}}-\d\d-{machine}", file.parent.name)
+        assert file.name == f"{args.table}.jsonl"
 
     file = tmp_path / "rows.jsonl"
     bench.append_line(file, "{}")

@@ -1,6 +1,7 @@
-"""Show that sample.py writes what the model says, from a checkpoint and from a Hugging Face folder.
+"""Show that sample.py writes the model's text, from a checkpoint and from a Hugging Face folder.
 
-Its greedy texts are compared with those of transformers. What cannot be read is refused by name.
+Its greedy texts are compared with those of transformers. A folder that cannot be read is refused by
+name.
 """
 
 import io
@@ -29,8 +30,14 @@ TEXT = "one two three four five six seven\n" * 99
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    """A folder with a run on bytes (run) and its export (export), a tokenizer (text), a run with
-    this tokenizer (words), and a run on a file of ids (ids)."""
+    """A folder with folders that sample.py reads:
+
+    run       a run on bytes
+    export    the export of this run
+    text      a tokenizer
+    words     a run with this tokenizer
+    ids       a run on a file of ids, which does not say which tokenizer made them
+    """
     folder = tmp_path_factory.mktemp("sample")
     make_tokenizer(folder / "text", TEXT, 40)
     (folder / "a.txt").write_text(TEXT)
@@ -64,6 +71,7 @@ def write(*argv: str) -> tuple[int, str]:
 
 
 def greedy_of_transformers(folder: Path, prompt: list[int], count: int) -> list[int]:
+    """Return the tokens that transformers draws greedily after a prompt."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
@@ -76,22 +84,24 @@ def greedy_of_transformers(folder: Path, prompt: list[int], count: int) -> list[
 def test_greedy_text_equals_transformers(folders):
     """From a checkpoint and from its export, the greedy text is that of transformers.
 
-    Catches another position, mask or rounding than that of the training, and a wrong weight.
+    Catches positions, a mask or a rounding that differ from those in training, and a wrong weight.
     """
     prompt = [*b"one two"]
-    wanted = greedy_of_transformers(folders / "export", prompt, 20)
-    assert len(wanted) == 20 and len(set(wanted)) > 1
+    theirs = greedy_of_transformers(folders / "export", prompt, 20)
+    assert len(theirs) == 20 and len(set(theirs)) > 1
     for name in ("run", "run/step-00000002", "export"):
-        assert greedy(load(folders / name), prompt, 20) == wanted, name
-    assert greedy(load(folders / "run/step-00000001"), prompt, 20) != wanted
+        assert greedy(load(folders / name), prompt, 20) == theirs, name
+    assert greedy(load(folders / "run/step-00000001"), prompt, 20) != theirs
 
 
 @slow
 @parametrize("name", ["run", "export"])
 def test_weights_are_rounded_as_training_rounds_them(name, folders, monkeypatch):
     """In bf16 a weight in the middle between two bf16 numbers is rounded away from zero, as in
-    training, from a checkpoint and from a Hugging Face folder. Catches PyTorch's rounding, to the
-    number whose last bit is 0."""
+    training, from a checkpoint and from a Hugging Face folder.
+
+    Catches PyTorch's rounding, to the number whose last bit is 0.
+    """
     tie = 1 + 2.0**-8
     open_weights, load_model = checkpoint.open_weights, hf.load_model
 
@@ -116,8 +126,8 @@ def test_weights_are_rounded_as_training_rounds_them(name, folders, monkeypatch)
 def test_greedy_text_of_an_import_equals_transformers(kind, tmp_path):
     """The greedy text of a Hugging Face folder is that of transformers, up to the end token.
 
-    The folder's config.json names two end tokens, and its tokenizer a third one. Catches an end
-    token that is not found.
+    The folder's config.json names two end tokens, 77 and 78, and its tokenizer a third one. Catches
+    an end token that is not found.
     """
     hf_model(tmp_path / "in", kind, head_dim=16, eos_token_id=[77, 78])
     prompt = [3, 5, 250]
@@ -128,11 +138,13 @@ def test_greedy_text_of_an_import_equals_transformers(kind, tmp_path):
     (end,) = load(tmp_path / "in").vocabulary.end_tokens - {77, 78}
     assert loaded.model.cfg.vocab == 300 and loaded.vocabulary.encode("<end>") == []
 
-    # without end tokens, and with one of the tokens that are drawn as the end token
+    # without end tokens, our text goes on where that of transformers ends
     drawn = list(sample.generate(loaded.model, prompt, 20, 0.0))
-    wanted = greedy_of_transformers(tmp_path / "in", prompt, 20)
+    theirs = greedy_of_transformers(tmp_path / "in", prompt, 20)
     stop = next((i for i, token in enumerate(drawn) if token in (77, 78, end)), 20)
-    assert drawn[:stop] == [token for token in wanted if token not in (77, 78)][:stop]
+    assert stop > 5
+    assert drawn[:stop] == [token for token in theirs if token not in (77, 78)][:stop]
+    # with one of the drawn tokens as the end token, the text ends before it
     ended = list(sample.generate(loaded.model, prompt, 20, 0.0, {drawn[5]}))
     assert ended == drawn[: drawn.index(drawn[5])]
 
@@ -151,33 +163,33 @@ def test_greedy_text_of_a_tied_import_equals_transformers(tmp_path):
         loaded = load(tmp_path / ours, "bytes")
         assert loaded.model.cfg.tied and loaded.positions == 256
         drawn = list(sample.generate(loaded.model, prompt, 12, 0.0))
-        wanted = greedy_of_transformers(tmp_path / folder, prompt, 12)
-        assert len(wanted) > 3 and drawn[: len(wanted)] == wanted, ours
+        theirs = greedy_of_transformers(tmp_path / folder, prompt, 12)
+        assert len(theirs) > 3 and drawn[: len(theirs)] == theirs, ours
 
 
 @parametrize("flags", ["", "--architecture gemma --attention local", "--architecture lora --lr 1"])
 def test_a_checkpoint_has_the_run_s_validation_loss(flags, tmp_path):
     """The model of a checkpoint has the loss that the run's last evaluation had.
 
-    So has that of a fork whose layers and kernel are not Llama's, and that of adapters on a frozen
-    model. Catches a kernel or a layer that sample.py would replace by Llama's, and frozen weights
-    that are not read.
+    This holds also for a fork with its own layers and kernel, and for adapters on a frozen model.
+    Catches a kernel or a layer that sample.py replaces by Llama's, and frozen weights that are not
+    read.
     """
     run(f"--steps 3 --lr 0.02 --warmup 0 --eval-every 0 {flags} --out {tmp_path}")
-    wanted = read_log(tmp_path)[-1]["val_loss"]
+    val_loss = read_log(tmp_path)[-1]["val_loss"]
     model = load(tmp_path).model
     corpus, _ = data.open_corpus(train.Config.data)
     _, validation = data.split(corpus, None, 32, 0)
     count = train.EVAL_SEQUENCES
     windows = torch.stack([torch.from_numpy(validation.window(i).tokens) for i in range(count)])
     losses = model(windows[:, :-1], windows[:, 1:].contiguous(), per_token=True)
-    assert losses.mean().item() == approx(wanted, rel=1e-5)
+    assert losses.mean().item() == approx(val_loss, rel=1e-5)
 
 
 @slow
 def test_text_of_a_split_model_equals_that_of_its_export(tmp_path):
-    """A checkpoint of ranks that share matrices is read whole. If the optimizer averages the
-    weights, the average is read, as an export writes it.
+    """A checkpoint of tensor-parallel ranks gives the weights that an export has. If the optimizer
+    averages the weights, both have the average.
 
     Catches a slice of a matrix at a wrong place, and text of other weights than the export's.
     """
@@ -286,7 +298,10 @@ def test_stream_shows_whole_characters():
     ids=lambda text: text[:30],
 )  # fmt: skip
 def test_sample_refuses(argv, sentence, folders, monkeypatch, capsys):
-    """A wrong flag or folder is refused with the nearest legal choice, and exit status 2."""
+    """A wrong flag or folder is refused with the nearest legal choice, and exit status 2.
+
+    Catches a traceback, and an error after a long wait for the weights.
+    """
     if "cuda" in argv and torch.cuda.is_available():
         pytest.skip("there is a GPU")
     monkeypatch.chdir(folders)
@@ -324,8 +339,8 @@ def link(folder: Path) -> None:
     ],
 )
 def test_damaged_checkpoints_are_refused(damage, sentence, tmp_path, capsys):
-    """A checkpoint that is not what was written is refused by name. In a run's folder the one
-    before it is taken.
+    """A checkpoint that is not what was written is refused by name. If the folder of its run is
+    named, and the files of the checkpoint are damaged, the checkpoint before it is read.
 
     Catches text of weights that nobody trained.
     """
@@ -359,8 +374,8 @@ def test_a_checkpoint_of_changed_files_is_refused(folders):
 
 @slow
 def test_sample_as_a_program(folders):
-    """The program writes only the text to its standard output, in any encoding, and ends quietly if
-    nobody reads on.
+    """The program writes only the text to its standard output, in any encoding. It ends without an
+    error if the reader of its output has ended.
 
     Catches a message in the text, and an error in place of a text.
     """
@@ -382,9 +397,10 @@ def test_sample_as_a_program(folders):
 
 
 def test_make_train_ends_with_a_text():
-    """`make train` trains, and then samples what it has trained. Both commands parse.
+    """`make train` trains, and then samples from the folder in which it has trained. Both commands
+    parse.
 
-    Catches a first run that ends with a word such as "saved".
+    Catches a first run that shows no text of its model.
     """
     lines = (ROOT / "Makefile").read_text().splitlines()
     commands = [line.split() for line in lines if line.startswith("\t.venv/bin/python ")]

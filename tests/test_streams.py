@@ -122,7 +122,8 @@ def races_of(program) -> list[str]:
 def test_checker_finds_what_is_wrong():
     """The checker finds a missing wait before and after a stream's work, and when memory is freed.
 
-    It finds no race in a program that waits. Catches a checker that sees nothing.
+    It finds no race in a program that waits. Catches a checker that sees nothing, or that reports
+    a race where there is none.
     """
 
     # A stream copies x to the host, and writes the first half of x. Then compute reads x.
@@ -167,9 +168,12 @@ def test_checker_finds_what_is_wrong():
 
 
 def test_checker_sees_what_a_save_reads(monkeypatch):
-    """A thread that saves reads at any time until it is done. The checker finds a write to what it
-    reads, on the GPU or on the host, unless the save has ended before. Catches a save of weights
-    that the next update changes meanwhile."""
+    """The thread that writes a checkpoint may read the states at any time until it is done. The
+    checker finds a write to these states, on the GPU or on the host, unless the save has ended
+    before it.
+
+    Catches a checker that would miss a save of weights which the next update changes meanwhile.
+    """
     monkeypatch.setattr(checkpoint, "write_states", lambda folder, parts: {})
 
     def program(ends: bool, writes_weight: bool):
@@ -252,14 +256,15 @@ def check_on_ranks(cases: dict[str, tuple]) -> dict[str, list[dict]]:
     """Run check_order. Return for each case its results, one per rank."""
     results = {}
     for ranks in sorted({case["ranks"] for case, _ in cases.values()}):
-        some = {line: case for line, case in cases.items() if case[0]["ranks"] == ranks}
+        cases_of_size = {line: case for line, case in cases.items() if case[0]["ranks"] == ranks}
         with tempfile.TemporaryDirectory() as name:
             folder = Path(name)
-            for number in range(len(some)):
+            for number in range(len(cases_of_size)):
                 (folder / f"saves-{number}").mkdir()
-            on_ranks(ranks, check_order, some, folder)
+            on_ranks(ranks, check_order, cases_of_size, folder)
             by_rank = [json.loads((folder / f"rank-{r}").read_text()) for r in range(ranks)]
-        results |= {line: [of_rank[line] for of_rank in by_rank] for line in some}
+        for line in cases_of_size:
+            results[line] = [of_rank[line] for of_rank in by_rank]
     return results
 
 

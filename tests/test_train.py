@@ -1,5 +1,6 @@
 """Test the training loop: its log, evaluations, learning rates, and one run under several plans."""
 
+import itertools
 import math
 import re
 import time
@@ -36,8 +37,8 @@ from test_all import (
 def test_log_checkpoint_and_evaluation(tmp_path, capsys):
     """A run writes its log, checkpoints, evaluations, picture and export.
 
-    So does a run that began with --steps 0. The safetensors library reads the files here. Catches a
-    log, a file or a picture that lacks something.
+    It begins with --steps 0, and is resumed. The safetensors library reads its files, as a user
+    would. Catches a log, a file or a picture that lacks something.
     """
     out = tmp_path / "o"
     flags = f"--out {out} --save-every 2 --steps 7"
@@ -64,20 +65,21 @@ def test_log_checkpoint_and_evaluation(tmp_path, capsys):
 def test_last_lines_say_what_to_open_and_try(tmp_path, capsys):
     """The last lines of a run name its picture, and commands that can be copied.
 
-    A line is left out if there is nothing to open: a run without a checkpoint, or one that only
-    evaluates. Catches a command that does not exist, and a file that was not written.
+    A line is left out if there is nothing to open, as in a run without a checkpoint or in one that
+    only evaluates. Catches a command that does not exist, and a file that was not written.
     """
 
     def last_lines(flags: str) -> list[str]:
+        """Return what a run prints after its last step, or everything if it takes no step."""
         main(f"--steps 2 --out {tmp_path}/o {flags}", picture=True)
         lines = capsys.readouterr().out.splitlines()
-        (end,) = [i for i, line in enumerate(lines) if line.startswith("step 2/2 ")] or [-1]
-        return [line for line in lines[end + 1 :] if not line.startswith("saved ")]
+        (last_step,) = [i for i, line in enumerate(lines) if line.startswith("step 2/2 ")] or [-1]
+        return [line for line in lines[last_step + 1 :] if not line.startswith("saved ")]
 
-    picture, read, train_on = last_lines("")
+    picture, sampling, training = last_lines("")
     assert picture.startswith(f"Open {tmp_path}/o/loss.png") and (tmp_path / "o/loss.png").exists()
-    assert read.partition(": python sample.py ")[2] == f"{tmp_path}/o"
-    flags = train_on.partition(": python train.py ")[2].split()
+    assert sampling.partition(": python sample.py ")[2] == f"{tmp_path}/o"
+    flags = training.partition(": python train.py ")[2].split()
     assert train.parse(flags) == {"out": f"{tmp_path}/o", "resume": "latest", "steps": 4}
     train.main(flags)
     assert "step 4/4" in capsys.readouterr().out
@@ -90,7 +92,8 @@ def test_last_lines_say_what_to_open_and_try(tmp_path, capsys):
 
 
 def test_lines_before_the_first_step(tmp_path, capsys):
-    """A run says what it reads, how a step is split, and what a step's line means, before it.
+    """Before its first step a run says what it reads, how a step is split, and what the words in a
+    step's line mean.
 
     Catches a legend that comes too late.
     """
@@ -137,7 +140,8 @@ def test_loss_that_is_not_finite_changes_nothing(group):
         train.run_step(model, states, train.load_batch(run, 0), 0.0, 0.0)
         before = values_to_save(states)
         _, finite = states.update(1e-2, 0.5, loss)
-        assert bool(finite) == (not torch.equal(before, values_to_save(states))) == (i == 0)
+        updated = not torch.equal(before, values_to_save(states))
+        assert (bool(finite), updated) == ((True, True) if i == 0 else (False, False))
 
 
 @parametrize("when", ["before begin_step", "after begin_step"])
@@ -164,9 +168,10 @@ def test_zero_grad_loses_no_gradient(when, group):
 
 
 def test_diverging_run_skips_stops_and_saves(tmp_path):
-    """A run that diverges stops and saves. In its log a number that is not finite is null.
+    """A run that diverges skips updates, and then it stops and saves. In its log, a number that is
+    not finite is null.
 
-    Catches a run that goes on as NaN, and a log that is not JSON.
+    Catches a run that goes on with NaN, and a log that is not JSON.
     """
     with raises(SystemExit, match="not finite"):
         main(f"--steps 20 --lr 1e30 --warmup 0 --clip 0 --out {tmp_path}")
@@ -176,10 +181,10 @@ def test_diverging_run_skips_stops_and_saves(tmp_path):
 
 
 def test_schedule_equals_torchs_and_stays_where_it_ended(tmp_path, capsys):
-    """Learning rates equal torch.optim's, and a run that is extended stays at its last rate.
+    """Between warm-up and end, learning rates equal those of torch.optim. A run that is extended,
+    here twice, stays at its last rate.
 
-    They are compared from the end of the warm-up to the end of the decay. A run is also extended
-    twice. Catches a rate that differs from torch's, or one that rises when a run is extended.
+    Catches a rate that differs from torch's, or one that rises when a run is extended.
     """
     flags = f"--out {tmp_path} --steps"
     main(f"{flags} 25 --warmup 5 --lr 0.01 --min-lr 0.2")
@@ -189,24 +194,24 @@ def test_schedule_equals_torchs_and_stays_where_it_ended(tmp_path, capsys):
     rates = [r["lr"] for r in read_log(tmp_path)]
     opt = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], 0.01)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(opt, 20, 0.002)
-    want = [0.002, 0.004, 0.006, 0.008, 0.01]
+    expected = [0.002, 0.004, 0.006, 0.008, 0.01]
     for _ in range(20):
-        want += schedule.get_last_lr()
+        expected += schedule.get_last_lr()
         opt.step()
         schedule.step()
-    assert rates == approx(want + 3 * schedule.get_last_lr(), rel=1e-12)
+    assert rates == approx(expected + 3 * schedule.get_last_lr(), rel=1e-12)
 
 
 def rates_of(steps: int, **flags) -> list[float]:
-    """Return the learning rates of the steps 0 ... steps + 2 of a run, by its flags."""
+    """Return the learning rates that a run with these flags has in steps 0 to steps + 2."""
     cfg = train.Config(steps=steps, lr=1.0, **flags)
     run = SimpleNamespace(cfg=cfg, meta={"config": train.lay_out_schedule(cfg, None)})
     return [train.learning_rate(run, step) for step in range(steps + 3)]
 
 
 def resumed_at(step: int, steps: int, more_steps: int, flags: dict, **changes) -> list[float]:
-    """Return the rates of a run of `steps` that is resumed at a step, under changed flags, with
-    more_steps in all."""
+    """Return the learning rates of a run that began with `steps` and `flags`, and that is resumed
+    at `step` with more_steps in all and with `changes` of its flags."""
     cfg = train.Config(steps=steps, lr=1.0, **flags)
     old = asdict(cfg) | train.lay_out_schedule(cfg, None)
     resumed = SimpleNamespace(meta={"step": step, "config": old})
@@ -258,8 +263,8 @@ def test_schedules_of_few_steps(schedule):
 def test_automatic_warm_up_of_short_runs():
     """The automatic warm-up has at least 20 steps, so a shorter run ends inside it.
 
-    Catches a run of a few steps whose first rates are so high that the loss of a large model
-    rises. With wsd the warm-up leaves the decay its steps.
+    With wsd the warm-up ends before the decay begins. Catches a run of a few steps whose first
+    rates are so high that the loss of a large model rises.
     """
     assert rates_of(3)[:3] == approx([1 / 20, 2 / 20, 3 / 20])
     assert rates_of(20, schedule="constant")[:20] == approx([(i + 1) / 20 for i in range(20)])
@@ -294,27 +299,27 @@ def test_resumed_schedules():
     """
     wsd = dict(schedule="wsd", decay_steps=4.0, warmup=5)
     whole = rates_of(20, **wsd)
-    for step in (0, 1, 8, 16, 17, 19, 20):  # with the steps of before nothing changes
+    for step in (0, 1, 8, 16, 17, 19, 20):  # with the same number of steps nothing changes
         assert resumed_at(step, 20, 20, wsd)[step:] == whole[step:21]
-    # before the decay, and at its first step: the decay moves; the warm-up stays
+    # resumed before the decay, or at its first step: the decay moves, and the warm-up stays
     for step in (5, 16):
         assert resumed_at(step, 20, 40, wsd) == rates_of(40, **wsd)[:41]
         moved = resumed_at(step, 20, 40, wsd, decay_steps=None)
         assert moved[31:34] == approx([1.0, 1.0, 1 - 0.9 / 8**0.5])
-    # in the decay and after it: it ends where it would have ended, and the rate stays
+    # resumed in the decay, or after it: the decay ends where it would have ended, and the rate
+    # stays
     for step in (17, 20):
         assert resumed_at(step, 20, 40, wsd) == approx(whole[:20] + 21 * [0.1])
-    # fewer steps: the decay comes earlier
+    # resumed with fewer steps: the decay comes earlier
     assert resumed_at(6, 20, 10, wsd) == rates_of(10, **wsd)[:11]
 
     assert resumed_at(20, 20, 40, {"schedule": "constant", "warmup": 5})[4:] == 37 * [1.0]
     cosine = rates_of(20, warmup=5)
     for step in (1, 20):
         assert resumed_at(step, 20, 40, {"warmup": 5}) == approx(cosine[:20] + 21 * [0.1])
-    # another schedule takes its own shape, and the end of the new steps
-    assert resumed_at(8, 20, 40, {"warmup": 5}, schedule="wsd", decay_steps=8.0)[31:34:2] == approx(
-        [1, 1 - 0.9 / 8**0.5]
-    )
+    # resumed with another schedule: it has its own shape, and ends with the new number of steps
+    changed = resumed_at(8, 20, 40, {"warmup": 5}, schedule="wsd", decay_steps=8.0)
+    assert [changed[31], changed[33]] == approx([1, 1 - 0.9 / 8**0.5])
 
 
 @parametrize(
@@ -357,7 +362,10 @@ def test_resumed_schedules():
     ],
 )
 def test_schedules_that_are_refused(make, sentence):
-    """A schedule whose phases do not fit is refused with the nearest legal choice."""
+    """A schedule whose phases do not fit into the steps is refused with the nearest legal choice.
+
+    Catches a phase that is cut off silently, and advice that is illegal, too.
+    """
     with raises(ValueError, match=sentence):
         make()
 
@@ -389,12 +397,13 @@ def ids_without_spaces(path: Path) -> Path:
 
 @slow
 def test_eval_of_ranks_equals_one_model(tmp_path):
-    """An evaluation on two pairs of ranks equals the bare model's loss, also at each position.
+    """An evaluation on two pairs of ranks has the bare model's loss, also at each position.
 
-    Quarters 0 and 3 of a sequence lie on one rank of a pair, 1 and 2 on the other. In the end one
-    pair has no sequence. Catches a loss at another position or of another rank.
+    The ranks of a pair share sequences: one has the first and the last quarter, the other one has
+    the rest. In the last batch, one pair has no sequence. Catches a loss that counts at another
+    position, and a rank whose losses are lost.
     """
-    sequences = 14  # a batch has ten: the last four are those of one pair
+    sequences = 14  # a batch has ten, five per pair, so the second batch has four for one pair
     run(
         "--seq 96 --micro-batch 5 --batch 10 --dtype fp64 --steps 0 --eval-every 1 --sp 2 --ring 2 "
         f"--p 2 --g 2 --os 2 --data {ids_without_spaces(tmp_path / 'ids.bin')} --out {tmp_path}",
@@ -409,16 +418,17 @@ def test_eval_of_ranks_equals_one_model(tmp_path):
     _, val = data.split(data.open_corpus(str(tmp_path / "ids.bin"))[0], None, 96, 0)
     windows = torch.from_numpy(np.stack([val.window(i).tokens for i in range(sequences)]))
     labels = windows[:, 1:]
-    want = F.cross_entropy(model(windows[:, :-1]).transpose(1, 2), labels, reduction="none")
-    want = want.detach().masked_fill(labels == 32, torch.nan)
-    assert row["val_loss"] == approx(want.nanmean().item(), rel=1e-12)
-    ends = [0, 1, 2, 4, 8, 16, 32, 64, 96]
+    each = F.cross_entropy(model(windows[:, :-1]).transpose(1, 2), labels, reduction="none")
+    each = each.detach().masked_fill(labels == 32, torch.nan)  # 32 is ignored
+    assert row["val_loss"] == approx(each.nanmean().item(), rel=1e-12)
+    bounds = [0, 1, 2, 4, 8, 16, 32, 64, 96]
     assert row["val_loss_by_position"] == [
-        [a, approx(want[:, a:b].nanmean().item(), rel=1e-12)] for a, b in zip(ends, ends[1:])
+        [first, approx(each[:, first:end].nanmean().item(), rel=1e-12)]
+        for first, end in zip(bounds, bounds[1:])
     ]
 
 
-def test_eval_alone(tmp_path, capsys):
+def test_a_run_that_only_evaluates(tmp_path, capsys):
     """A second evaluation of a finished run gives the same numbers and writes no checkpoint.
 
     If all labels are ignored, there are no numbers. Catches an evaluation that changes what it
@@ -443,12 +453,12 @@ def test_eval_alone(tmp_path, capsys):
 
 @slow
 def test_one_run_under_four_plans(tmp_path):
-    """One run resumes under four plans that train.py's flags choose, with the losses of one.
+    """A run that is resumed under three other plans has the losses of a run under one plan.
 
-    The plans are: one process; sequences over two ranks, with swapping; tensor parallelism and
-    stages over four ranks; and one process with recomputation. There are documents, ignored labels,
-    and several files per rank. Catches a flag of train.py that has no effect, and flags that change
-    a loss.
+    train.py's flags choose the plans: one process; two ranks that share sequences and swap; four
+    ranks with tensor parallelism and stages; and one process with recomputation. There are
+    documents, ignored labels, and several files per rank. Catches a flag of train.py that has no
+    effect, and flags that change a loss.
     """
     flags = "--dtype fp64 --micro-batch 1 --eval-every 6 --save-every 1 --keep 9 "
     flags += f"--document-token 10 --data {ids_without_spaces(tmp_path / 'ids.bin')} "
@@ -487,21 +497,25 @@ def test_one_run_under_four_plans(tmp_path):
         weights = {}
         for file in exported.glob("*.safetensors"):
             weights |= load_file(file)
-        if not i:
-            wanted, wanted_weights = found, weights
-        for a, b in zip(found, wanted[i and i + 1 :], strict=True):
-            assert a == approx(b, rel=1e-11), more
-        for name, weight in wanted_weights.items():
+        if i == 0:
+            expected, expected_weights = found, weights
+            assert expected_weights
+            continue
+        # plan i begins after step i + 1
+        for numbers, same in zip(found, expected[i + 1 :], strict=True):
+            assert numbers == approx(same, rel=1e-11), more
+        for name, weight in expected_weights.items():
             assert relative(weights[name], weight) < 1e-11, (more, name)
 
 
 @parametrize("keep", ["all", "mixed", "no-x"])
 @parametrize("calls", [1, 5, 12])
 def test_a_step_after_one_that_failed_is_right(group, monkeypatch, keep, calls):
-    """An exception ends a backward after some calls of add_grad, as when memory runs out. A fork
-    that catches it may run the step again, and gets the numbers of a step that was not disturbed.
+    """After a backward that an exception has ended, a fork may run the step again, and gets the
+    numbers of an undisturbed step.
 
-    Catches a count of micro-batches, chunks or reductions that goes on from the failed step.
+    The exception comes after a number of calls of add_grad, as when memory runs out. Catches a
+    count of micro-batches, chunks or reductions that goes on from the failed step.
     """
 
     def step(fails: bool) -> tuple:
@@ -509,11 +523,11 @@ def test_a_step_after_one_that_failed_is_right(group, monkeypatch, keep, calls):
         train.load_random_weights(run, states)
         batch = train.load_batch(run, 0)
         if fails:
-            left = iter(range(calls))
+            num_calls = itertools.count()
             add_grad = type(states).add_grad
 
             def fail_later(*args):
-                if next(left, None) is None:
+                if next(num_calls) == calls:
                     raise MemoryError("no memory is left")
                 add_grad(*args)
 
@@ -526,5 +540,5 @@ def test_a_step_after_one_that_failed_is_right(group, monkeypatch, keep, calls):
 
     failed, undisturbed = step(True), step(False)
     assert failed[:2] == undisturbed[:2]
-    for got, wanted in zip(failed[2], undisturbed[2]):
-        assert torch.equal(got, wanted)
+    for weight, expected in zip(failed[2], undisturbed[2], strict=True):
+        assert torch.equal(weight, expected)
