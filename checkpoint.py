@@ -70,7 +70,15 @@ from torch import Tensor
 from data import may_not_read, open_to_append, regular, replace_file
 from model import ModelConfig
 from ops import TensorSlice
-from ranks import ConfigError, all_or_none, check_same, gather_objects, on_rank_0, print0
+from ranks import (
+    ConfigError,
+    all_or_none,
+    check_same,
+    first_error,
+    gather_objects,
+    on_rank_0,
+    print0,
+)
 from shard import StatePart, States
 from streams import buffer_bytes, carve, in_unit, pin_host_buffers
 
@@ -117,8 +125,10 @@ def checksum(path: Path) -> list[int]:
 def sync(path: Path) -> None:
     """Flush a file, or the list of names in a folder, to the disk. Raises OSError."""
     handle = os.open(path, os.O_RDONLY)
-    os.fsync(handle)
-    os.close(handle)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
 
 
 def write_states(folder: Path, parts: dict[str, StatePart]) -> dict[str, list[int]]:
@@ -155,7 +165,7 @@ def write_meta(folder: Path, meta: dict) -> None:
 #     the checksum of meta.json, and the numbers in it that a resume computes with (check_meta)
 #     the flags of the run (train.Config)
 #     the files: their names and sizes, that none is a link, their checksums (open_checkpoint,
-#         check_files)
+#         find_damage)
 #     the parts of each state: they cover each of its elements exactly once (check_cover)
 
 
@@ -171,7 +181,7 @@ def open_checkpoint(folder: Path) -> Checkpoint:
     """Return the checkpoint in a folder.
 
     Raises ValueError if anything in it is not as it was written, and PermissionError if this user
-    may not read it. It does not compare the checksums of the large files; check_files does that.
+    may not read it. It does not compare the checksums of the large files; find_damage does that.
     """
     try:
         text = regular(folder / "meta.json").read_text()
@@ -344,18 +354,18 @@ def overlaps(one: TensorSlice, two: TensorSlice) -> bool:
     return meet(one.cols, two.cols) and any(meet(a, b) for a in one.rows for b in two.rows)
 
 
-def check_files(saved: Checkpoint, rank: int = 0, world: int = 1) -> None:
-    """Compare the checksums of the files. Rank r reads the files that ranks r, r + world size, and
-    so on have saved. If the run has the same ranks and factors, with os = ranks and tp = 1, rank r
-    then resumes from these very files, which are in the system's cache by then. Raises OSError, or
-    ValueError if a file is not as it was written."""
+def find_damage(saved: Checkpoint, rank: int = 0, world: int = 1) -> str:
+    """Compare the checksums of the files. Return an error that names a file that is not as it was
+    written, or "".
 
-    def check(name: str) -> None:
-        if checksum(saved.folder / name) != saved.meta["files"][name]:
-            raise ValueError(
-                f"--resume: {saved.folder / name} is not what was written: its checksum differs; "
-                "name another checkpoint in the same folder, if there is one"
-            )
+    Rank r reads the files that ranks r, r + world size, and so on have saved. If the run has the
+    same ranks and factors, with os = ranks and tp = 1, rank r then resumes from these very files,
+    which are in the system's cache by then. Raises OSError if a file cannot be read. It may be
+    whole nevertheless, so this is not the same as a damaged file.
+    """
+
+    def differs(name: str) -> bool:
+        return checksum(saved.folder / name) != saved.meta["files"][name]
 
     own = []
     for name in saved.meta["files"]:
@@ -363,7 +373,13 @@ def check_files(saved: Checkpoint, rank: int = 0, world: int = 1) -> None:
         if saved_rank % world == rank:
             own.append(name)
     with ThreadPoolExecutor() as pool:
-        list(pool.map(check, own))
+        for name, damaged in zip(own, pool.map(differs, own)):
+            if damaged:
+                return (
+                    f"--resume: {saved.folder / name} is not what was written: its checksum "
+                    "differs; name another checkpoint in the same folder, if there is one"
+                )
+    return ""
 
 
 def read_states(saved: Checkpoint, parts: dict[str, StatePart]) -> None:
@@ -375,23 +391,8 @@ def read_states(saved: Checkpoint, parts: dict[str, StatePart]) -> None:
 
     def read(name: str) -> None:
         part = parts[name]
-        state = states.get(name)
-        kind, _, weight = name.partition(".")
-        if kind == "frozen" and f"master.{weight}" in states:
-            raise ValueError(
-                f"--resume: {weight} is frozen here, but the run of {saved.folder} trained it. A "
-                "resumed run trains the same weights: export that run, and import the export"
-            )
-        if kind != "frozen" and f"frozen.{weight}" in states:
-            raise ValueError(
-                f"--resume: {weight} is frozen in {saved.folder}, and would train here. A resumed "
-                "run trains the same weights: export that run, and import the export"
-            )
-        if state is None or state.shape != part.shape:
-            raise ValueError(
-                f"--resume: {saved.folder} does not hold {name} {part.shape}: it is "
-                "of another model or optimizer. Drop --model and --optimizer"
-            )
+        check_holds(saved.folder, states, name, part.shape)
+        state = states[name]
         if part.tp_slice in state.parts:  # saved from the same slice
             for index, elements in overlapping(state.parts[part.tp_slice], part.start, part.count):
                 part.write(elements, index)
@@ -408,6 +409,29 @@ def read_states(saved: Checkpoint, parts: dict[str, StatePart]) -> None:
 
     with ThreadPoolExecutor() as pool:
         list(pool.map(read, parts))
+
+
+def check_holds(
+    folder: Path, states: dict[str, SavedState], name: str, shape: tuple[int, ...]
+) -> None:
+    """Raise ValueError unless a checkpoint's states have one of this name and shape. folder: the
+    checkpoint's, for the error."""
+    kind, _, weight = name.partition(".")
+    if kind == "frozen" and f"master.{weight}" in states:
+        raise ValueError(
+            f"--resume: {weight} is frozen here, but the run of {folder} trained it. A resumed run "
+            "trains the same weights: export that run, and import the export"
+        )
+    if kind != "frozen" and f"frozen.{weight}" in states:
+        raise ValueError(
+            f"--resume: {weight} is frozen in {folder}, and would train here. A resumed run trains "
+            "the same weights: export that run, and import the export"
+        )
+    if name not in states or states[name].shape != shape:
+        raise ValueError(
+            f"--resume: {folder} does not hold {name} {shape}: it is of another model or "
+            "optimizer. Drop --model and --optimizer"
+        )
 
 
 def fill(values: Tensor, parts: list[SavedPart], first: int) -> None:
@@ -649,7 +673,8 @@ def find_checkpoint(out: Path, resume: str, passed_over: Sequence[Path] = ()) ->
 def choose_checkpoint(out: Path, resume: str) -> Checkpoint | None:
     """Return the checkpoint that find_checkpoint finds on rank 0, after all ranks have compared the
     checksums of its files; or None to start anew. "latest" and "auto" skip a checkpoint whose
-    checksums differ. A collective of all ranks. Raises ConfigError on all ranks."""
+    checksums differ, but not one that a rank cannot read. A collective of all ranks. Raises
+    ConfigError on all ranks."""
     passed_over = []
     while True:
         # only rank 0 chooses, because other nodes may see an old listing of a shared folder for a
@@ -657,14 +682,15 @@ def choose_checkpoint(out: Path, resume: str) -> Checkpoint | None:
         saved = on_rank_0(find_checkpoint, out, resume, passed_over)
         if saved is None:
             return None
-        try:
-            all_or_none(check_files, saved, dist.get_rank(), dist.get_world_size())
+        damage = first_error(
+            all_or_none(find_damage, saved, dist.get_rank(), dist.get_world_size())
+        )
+        if not damage:
             return saved
-        except ConfigError as e:
-            if resume not in ("auto", "latest"):
-                raise
-            print0(f"passed over: {e}")
-            passed_over.append(saved.folder)
+        if resume not in ("auto", "latest"):
+            raise ConfigError(damage)
+        print0(f"passed over: {damage}")
+        passed_over.append(saved.folder)
 
 
 def choose_in_one_process(folder: Path) -> Checkpoint:
@@ -672,17 +698,17 @@ def choose_in_one_process(folder: Path) -> Checkpoint:
     OUT, with all checksums compared. Needs no ranks. Raises ValueError, or OSError."""
     if (folder / "meta.json").exists():
         saved = open_checkpoint(folder)
-        check_files(saved)
+        if damage := find_damage(saved):
+            raise ValueError(damage)
         return saved
     passed_over = []
     while True:
         saved = find_checkpoint(folder, "latest", passed_over)
-        try:
-            check_files(saved)
+        damage = find_damage(saved)
+        if not damage:
             return saved
-        except ValueError as e:
-            print(f"passed over: {e}")
-            passed_over.append(saved.folder)
+        print(f"passed over: {damage}")
+        passed_over.append(saved.folder)
 
 
 def check_same_model(saved: Checkpoint, model: ModelConfig, may_differ: set[str]) -> None:

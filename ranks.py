@@ -6,6 +6,7 @@ ranks. Its functions are collectives, which all ranks must call, if their docstr
 
     use_more_queues()         give each CUDA stream its own queue, so that none holds up another
     start_ranks(timeout)      join the other ranks, also after a restart; refuse other launchers
+    set_timeout(timeout)      change the timeout of start_ranks
     Groups(timeout, tp, pp)   make process groups: ranks with the same key communicate
     print0(text)              print on rank 0 only
     all_or_none(check, x)     run check(x) on all ranks; if it fails on one, all ranks raise
@@ -118,6 +119,15 @@ def start_ranks(timeout: float) -> tuple[int, int, int]:
     return rank, world, dist.get_node_local_rank(0)
 
 
+def set_timeout(timeout: float) -> None:
+    """Set the seconds that a collective of all ranks waits for a rank, instead of start_ranks'
+    timeout. Groups that are made later get timeouts of their own."""
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout))
+
+
+IMPORTED_AT = time.monotonic()
+
+
 def process_seconds() -> float:
     """Return the seconds since this process started. Under torchrun, return the seconds since
     torchrun started, because the time of the job goes on when torchrun restarts the ranks."""
@@ -130,8 +140,6 @@ def process_seconds() -> float:
     except (OSError, ValueError, IndexError):  # there is no /proc, or it has another form
         return time.monotonic() - IMPORTED_AT
 
-
-IMPORTED_AT = time.monotonic()
 
 # ---------------------------------------------------------------------------- signals
 

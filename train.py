@@ -76,7 +76,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TextIO
 
 import numpy as np
 import torch
@@ -101,6 +101,7 @@ from attention import (
     sequence_positions,
 )
 from data import (
+    Corpus,
     Mixture,
     block_shares,
     built_in_notes,
@@ -158,6 +159,7 @@ from ranks import (
     patient_group,
     print0,
     process_seconds,
+    set_timeout,
     start_ranks,
     stop_signals,
     use_more_queues,
@@ -170,11 +172,6 @@ from tensor import TensorParallel, check_tensor_parallel, split_model
 LONGEST_ON_CPU = 2**14  # tokens of a sequence, if a run falls back to the CPU
 EVAL_SEQUENCES = 64  # an evaluation runs at most this many sequences
 MAX_SKIPS = 5  # the run ends after this many non-finite steps in a row
-
-DECAY_FRACTION = 0.2  # --decay-steps auto: the decay of wsd as a fraction of the steps
-# --warmup auto: a quarter of the steps within these limits. With fewer steps than the lower one,
-# the first rates would be so high that the loss of a large model rises
-WARMUP_LIMITS = 20, 500
 
 # ---------------------------------------------------------------------------- flags
 
@@ -382,11 +379,7 @@ def resumed_flags(command_flags: dict, old: dict) -> Config:
     return Config(**flags)
 
 
-# ---------------------------------------------------------------------------- configuration
-
-# When cuBLAS first runs on the thread of backward, that thread has no CUDA context. PyTorch makes
-# one, and warns about it once.
-warnings.filterwarnings("ignore", "Attempting to run cuBLAS")
+# ---------------------------------------------------------------------------- a run
 
 
 class Coordinates(NamedTuple):
@@ -432,6 +425,161 @@ class Run:
         plan = self.plan
         indices = np.unravel_index(self.rank, (plan.pp, plan.dp, plan.sp, plan.tp))
         return Coordinates(*map(int, indices))
+
+
+# ---------------------------------------------------------------------------- the learning rate
+
+DECAY_FRACTION = 0.2  # --decay-steps auto: the decay of wsd as a fraction of the steps
+# --warmup auto: a quarter of the steps within these limits. With fewer steps than the lower one,
+# the first rates would be so high that the loss of a large model rises
+WARMUP_LIMITS = 20, 500
+
+
+def decay_length(decay_steps: float | None, steps: int) -> int:
+    """Return the steps of wsd's decay in a schedule of `steps` steps.
+
+    decay_steps: --decay-steps, which is a number of steps, a fraction of `steps`, or None for auto.
+    A fraction gives at least one step.
+    """
+    if decay_steps is None:
+        decay_steps = DECAY_FRACTION
+    if decay_steps < 1:
+        return max(1, round(decay_steps * steps))
+    return int(decay_steps)
+
+
+def lay_out_schedule(cfg: Config, resumed: checkpoint.Checkpoint | None) -> dict[str, int]:
+    """Return the steps of the warm-up and of the whole schedule, as meta.json records them.
+
+    A run's first command decides both, so that other --steps on resume cause no jump in the
+    learning rate. There are two exceptions: a resumed command may set another --warmup, and it may
+    move the end of the schedule (end_moves). Raises ValueError if warm-up and decay do not fit into
+    the steps, or if --decay-steps changes after the decay has begun.
+    """
+    start_step = resumed.meta["step"] if resumed else 0
+    old = resumed.meta["config"] if start_step else {}
+    moves = not old or end_moves(cfg, old, start_step)
+    steps = cfg.steps if moves else old["schedule_steps"]
+
+    warmup = cfg.warmup
+    if warmup is None:
+        warmup = old["warmup_steps"] if old else automatic_warmup(cfg, steps)
+    if cfg.steps > start_step:  # something is trained
+        check_schedule_fits(cfg, warmup, steps, start_step, moves)
+    return {"warmup_steps": warmup, "schedule_steps": steps}
+
+
+def end_moves(cfg: Config, old: dict, start_step: int) -> bool:
+    """Return whether the schedule of a resumed run ends with the --steps of this command, and not
+    where it ended before. old: the flags of the run to resume, from meta.json.
+
+    The end moves if the learning rate has not depended on it so far:
+
+        The decay of wsd has not begun, or the run changes to wsd from another schedule.
+        The first command had so few steps that it ended inside its warm-up, and now there are more.
+
+    Example: a run has begun with --schedule wsd --steps 100 --decay-steps 20.
+
+        resumed at   with --steps   the decay
+        60           200            begins at step 180
+        80           200            begins at step 180
+        90           200            began at step 80 and ends at step 100; then the rate stays
+
+    Raises ValueError if the decay has begun, and --decay-steps would change it.
+    """
+    old_steps = old["schedule_steps"]
+    only_warmed_up = old_steps <= old["warmup_steps"]
+    if only_warmed_up and cfg.steps > old_steps:
+        return True
+    if not SCHEDULES[cfg.schedule].stable or cfg.steps <= start_step:
+        return False
+    if not SCHEDULES[old["schedule"]].stable:
+        return True
+
+    decay = decay_length(old["decay_steps"], old_steps)
+    began = old_steps - decay
+    if start_step <= began:
+        return True
+    if decay_length(cfg.decay_steps, old_steps) != decay:
+        raise ValueError(
+            f"--decay-steps cannot change any more: the run resumes at step {start_step}, and its "
+            f"decay of {decay} steps began at step {began}. Drop --decay-steps, or resume a "
+            "checkpoint from before the decay"
+        )
+    return False
+
+
+def automatic_warmup(cfg: Config, steps: int) -> int:
+    """Return the steps of the warm-up in a schedule of `steps` steps, for --warmup auto."""
+    least, most = WARMUP_LIMITS
+    warmup = min(max(steps // 4, least), most)
+    if SCHEDULES[cfg.schedule].stable:  # the decay needs its steps, also in a short run
+        warmup = min(warmup, max(0, steps - decay_length(cfg.decay_steps, steps)))
+    return warmup
+
+
+def check_schedule_fits(
+    cfg: Config, warmup: int, steps: int, start_step: int, decides_end: bool
+) -> None:
+    """Raise ValueError if the warm-up, or the warm-up and the decay of wsd, do not fit into the
+    steps of the schedule. decides_end: whether this command decides where the schedule ends."""
+    if cfg.warmup is not None and warmup > steps:
+        raise ValueError(
+            f"--warmup {warmup} is longer than the {steps} steps of the schedule. Choose at most "
+            f"--warmup {steps}"
+        )
+    if not (SCHEDULES[cfg.schedule].stable and decides_end):
+        return
+
+    decay = decay_length(cfg.decay_steps, steps)
+    earliest = max(warmup, start_step)  # the first step at which the decay may begin
+    if earliest + decay <= steps:
+        return
+    remedies = []
+    if steps > earliest:
+        remedies.append(f"at most --decay-steps {steps - earliest}")
+    if warmup > start_step and steps - decay >= start_step:
+        remedies.append(f"at most --warmup {steps - decay}")
+    advice = ", ".join([*remedies, "or more --steps"]) if remedies else "more --steps"
+    raise ValueError(
+        f"--decay-steps: a decay of {decay} steps that ends with step {steps} would begin at step "
+        f"{steps - decay}, which is before step {earliest}, the end of the warm-up or the start of "
+        f"this command. Choose {advice}"
+    )
+
+
+def learning_rate(run: Run, step: int) -> float:
+    """Return the learning rate of a step, counted from 0.
+
+    It rises linearly to lr in the warm-up. Then it follows --schedule. With cosine and wsd it is
+    min_lr * lr from the end of the schedule on. Example, where the last row says how the numbers of
+    the decay arise: --schedule wsd --steps 10 --warmup 2 --decay-steps 4 --lr 1 --min-lr 0
+
+        step   0    1    2    3    4    5    6    7    8     9     10
+        rate   0.5  1    1    1    1    1    1    0.5  0.29  0.13  0
+        done                                 0    1/4  2/4   3/4   1      rate = 1 - sqrt(done)
+    """
+    cfg, recorded = run.cfg, run.meta["config"]
+    warmup, end = recorded["warmup_steps"], recorded["schedule_steps"]
+    if step < warmup:
+        return cfg.lr * (step + 1) / warmup
+
+    schedule = SCHEDULES[cfg.schedule]
+    decay = end - warmup
+    if schedule.stable:
+        decay = decay_length(cfg.decay_steps, end)
+    done = 1.0  # fraction of the decay
+    if step < end:
+        done = max(0, step - (end - decay)) / decay
+    fallen = schedule.falls(done)
+    return cfg.lr * (1 - fallen + fallen * cfg.min_lr)
+
+
+# ---------------------------------------------------------------------------- configuration
+
+# When cuBLAS first runs on the thread of backward, that thread has no CUDA context. PyTorch makes
+# one, and warns about it once.
+warnings.filterwarnings("ignore", "Attempting to run cuBLAS")
 
 
 def use_expandable_segments() -> None:
@@ -498,16 +646,18 @@ def extend_positions(
     return replace(model, max_positions=max(model.max_positions, needed))
 
 
-def choose_model(cfg: Config, device: torch.device, resumed: checkpoint.Checkpoint | None) -> tuple:
-    """Return the flags, the model, its config.json, and a function that reads its first weights.
+def find_model(
+    cfg: Config, device: torch.device, resumed: checkpoint.Checkpoint | None
+) -> tuple[str, ModelConfig, dict, Callable | None]:
+    """Return the model that the flags or the checkpoint to resume name: its name, the model, its
+    config.json, and a function that reads its first weights.
 
-    flags         cfg with values for --model, --seq and --lr if they were `auto`. --model stays
-                  `auto` for an imported model
+    name          of MODELS; `auto` if the model was imported, now or by the run to resume
+    model         without --rope-scaling
     config.json   a dict; {} unless the model was imported, now or by the run to resume
     the function  name -> tensor if the model is imported now, else None
 
-    Raises ValueError, also if the checkpoint to resume is of another model. Only --rope-scaling may
-    change the model on resume: it may be new, or extend scaling of the same kind.
+    Raises ValueError if two flags contradict each other, or if the import cannot be read.
     """
     name, read_weights = cfg.model, None
     source = resumed.meta["source"] if resumed else {}
@@ -517,9 +667,15 @@ def choose_model(cfg: Config, device: torch.device, resumed: checkpoint.Checkpoi
             raise ValueError(
                 f"--model {name}: --init hf:DIR brings its own model. Drop --model, or --init"
             )
-        imported, read_weights = hf.open_weights(cfg.import_folder, imported, cfg.untie)
-    elif name == "auto" and not source:
-        name = "tiny" if device.type == "cpu" else "7b"
+        model, read_weights = hf.open_weights(cfg.import_folder, imported, cfg.untie)
+    elif name == "auto" and source:
+        # whether an import is tied depends on its files, too
+        model = replace(hf.model_of(source), tied=resumed.meta["model"].get("tied", False))
+    else:
+        if name == "auto":
+            name = "tiny" if device.type == "cpu" else "7b"
+        model = MODELS[name]
+
     if cfg.untie and not source:
         raise ValueError(
             "--untie: it is for models that --init hf:DIR imports. Drop --untie, or pass --init"
@@ -530,15 +686,23 @@ def choose_model(cfg: Config, device: torch.device, resumed: checkpoint.Checkpoi
             f"--architecture {cfg.architecture}: --init hf:DIR brings its own layers. Drop "
             "--architecture, or --init"
         )
+    return name, replace(model, architecture=cfg.architecture), source, read_weights
 
-    if name != "auto":
-        model = MODELS[name]
-    elif resumed:  # whether an import is tied depends on its files, too
-        model = replace(hf.model_of(source), tied=resumed.meta["model"].get("tied", False))
-    else:
-        model = imported
-    model = replace(model, architecture=cfg.architecture)
 
+def choose_model(
+    cfg: Config, device: torch.device, resumed: checkpoint.Checkpoint | None
+) -> tuple[Config, ModelConfig, dict, Callable | None]:
+    """Return the flags, the model, its config.json, and a function that reads its first weights.
+
+    flags         cfg with values for --model, --seq and --lr if they were `auto`. --model stays
+                  `auto` for an imported model
+    model         with --rope-scaling
+    the last two  as find_model returns them
+
+    Raises ValueError, also if the checkpoint to resume is of another model. Only --rope-scaling may
+    change the model on resume: it may be new, or extend scaling of the same kind.
+    """
+    name, model, source, read_weights = find_model(cfg, device, resumed)
     default_lrs = {"tiny": 3e-3, "160m": 6e-4, "auto": 2e-5}  # "auto": an imported model
     cfg = replace(
         cfg,
@@ -563,147 +727,78 @@ def choose_model(cfg: Config, device: torch.device, resumed: checkpoint.Checkpoi
     return cfg, model, source, read_weights
 
 
-def decay_length(decay_steps: float | None, steps: int) -> int:
-    """Return the steps of wsd's decay in a schedule of `steps` steps.
+def tokenise_sources(
+    cfg: Config, model: ModelConfig, paths: list[str], own_folders: list[str]
+) -> list[str]:
+    """Return the paths of the token files that --tokenizer makes of the text at these paths.
 
-    decay_steps: --decay-steps, which is a number of steps, a fraction of `steps`, or None for auto.
-    A fraction gives at least one step.
+    Rank 0 writes them unless an earlier run has done so. The other ranks wait, which may take
+    hours. Raises ConfigError. A collective of all ranks.
     """
-    if decay_steps is None:
-        decay_steps = DECAY_FRACTION
-    if decay_steps < 1:
-        return max(1, round(decay_steps * steps))
-    return int(decay_steps)
-
-
-def lay_out_schedule(cfg: Config, resumed: checkpoint.Checkpoint | None) -> dict[str, int]:
-    """Return the steps of the warm-up and of the whole schedule, as meta.json records them.
-
-    A run's first command decides both, so that other --steps on resume cause no jump in the
-    learning rate. There are two exceptions, in which the rate has not depended on the end of the
-    schedule so far. Then the end moves to the new --steps:
-
-        The decay of wsd has not begun, or the run changes to wsd from another schedule.
-        The first command had so few steps that it ended inside its warm-up, and now there are more.
-
-    A resumed command may also set another --warmup. Example: a run has begun with --schedule wsd
-    --steps 100 --decay-steps 20.
-
-        resumed at   with --steps   the decay
-        60           200            begins at step 180
-        80           200            begins at step 180
-        90           200            began at step 80 and ends at step 100; then the rate stays
-
-    Raises ValueError if warm-up and decay do not fit into the steps, or if --decay-steps changes
-    after the decay has begun.
-    """
-    warmup, steps = cfg.warmup, cfg.steps
-    start_step = resumed.meta["step"] if resumed else 0
-    moves = True  # whether this command decides where the schedule ends
-    if start_step:
-        old = resumed.meta["config"]
-        if warmup is None:
-            warmup = old["warmup_steps"]
-        moves = SCHEDULES[cfg.schedule].stable and cfg.steps > start_step
-        if moves and SCHEDULES[old["schedule"]].stable:
-            old_decay = decay_length(old["decay_steps"], old["schedule_steps"])
-            began = old["schedule_steps"] - old_decay
-            moves = start_step <= began
-            if not moves and decay_length(cfg.decay_steps, old["schedule_steps"]) != old_decay:
-                raise ValueError(
-                    f"--decay-steps cannot change any more: the run resumes at step {start_step}, "
-                    f"and its decay of {old_decay} steps began at step {began}. Drop "
-                    "--decay-steps, or resume a checkpoint from before the decay"
-                )
-        only_warmed_up = old["schedule_steps"] <= old["warmup_steps"]
-        if only_warmed_up and cfg.steps > old["schedule_steps"]:
-            moves = True
-        if not moves:
-            steps = old["schedule_steps"]
-
-    decay = decay_length(cfg.decay_steps, steps)
-    if warmup is None:
-        least, most = WARMUP_LIMITS
-        warmup = min(max(steps // 4, least), most)
-        if SCHEDULES[cfg.schedule].stable:  # the decay needs its steps, also in a short run
-            warmup = min(warmup, max(0, steps - decay))
-    if not cfg.steps > start_step:  # nothing is trained
-        return {"warmup_steps": warmup, "schedule_steps": steps}
-
-    if cfg.warmup is not None and warmup > steps:
-        raise ValueError(
-            f"--warmup {warmup} is longer than the {steps} steps of the schedule. Choose at most "
-            f"--warmup {steps}"
+    # patient_group has no time-out. If rank 0 dies, its connections close and end the others
+    group = patient_group()
+    token_paths = []
+    for path in paths:
+        token_path, _ = on_rank_0(
+            tokenise_data,
+            path,
+            cfg.tokenizer,
+            Path(cfg.out) / "tokens",
+            cfg.document_token,
+            cfg.special_tokens,
+            model.vocab,
+            own_folders,
+            group=group,
         )
-    earliest = max(warmup, start_step)  # the first step at which the decay may begin
-    if SCHEDULES[cfg.schedule].stable and moves and earliest + decay > steps:
-        remedies = []
-        if steps > earliest:
-            remedies.append(f"at most --decay-steps {steps - earliest}")
-        if warmup > start_step and steps - decay >= start_step:
-            remedies.append(f"at most --warmup {steps - decay}")
-        advice = ", ".join([*remedies, "or more --steps"]) if remedies else "more --steps"
+        token_paths.append(token_path)
+    return token_paths
+
+
+def open_sources(
+    cfg: Config, model: ModelConfig, paths: list[str], own_folders: list[str]
+) -> tuple[list[tuple[Corpus, Corpus | None]], int]:
+    """Return (training data, validation data or None) of each source, and --document-token or what
+    the files say about it. Raises ValueError or OSError."""
+    opened = [open_corpus(path, model.vocab, own_folders) for path in paths]
+    corpora = all_corpora(opened)
+    check_apart(corpora)
+    check_same_ids(corpora, model.vocab)
+    document_token = choose_document_token(corpora, cfg.document_token)
+    if document_token >= model.vocab:
         raise ValueError(
-            f"--decay-steps: a decay of {decay} steps that ends with step {steps} would begin at "
-            f"step {steps - decay}, which is before step {earliest}, the end of the warm-up or the "
-            f"start of this command. Choose {advice}"
+            f"--document-token {document_token}: the model's vocabulary ends at token "
+            f"{model.vocab - 1}"
         )
-    return {"warmup_steps": warmup, "schedule_steps": steps}
+    if document_token >= 0 and cfg.memplan == "on":
+        raise ValueError(
+            "--memplan on cannot plan steps with documents, because the tensors of a step differ "
+            "with each batch's documents. Pass --memplan off, or --document-token -1"
+        )
+    return opened, document_token
 
 
-def open_data(cfg: Config, model: ModelConfig) -> tuple:
+def all_corpora(opened: list[tuple[Corpus, Corpus | None]]) -> list[Corpus]:
+    """Return the corpora that open_sources has opened, in one list."""
+    return [corpus for pair in opened for corpus in pair if corpus is not None]
+
+
+def open_data(cfg: Config, model: ModelConfig) -> tuple[Config, Mixture, Mixture, str]:
     """Return the flags with --document-token, training and validation sequences, and a fingerprint
-    of the data files.
-
-    With --tokenizer, rank 0 writes the tokens of the text unless an earlier run has done so. The
-    other ranks wait, which may take hours. Raises ConfigError. A collective of all ranks.
-    """
+    of the data files. Raises ConfigError. A collective of all ranks."""
     sources = all_or_none(parse_mixture, cfg.data)
     paths = [source.path for source in sources]
     # files that the run writes are not data
     own_folders = [folder for folder in (cfg.out, cfg.export) if folder]
     if cfg.tokenizer:
-        # patient_group has no time-out. If rank 0 dies, its connections close and end the others
-        group = patient_group()
-        for i, path in enumerate(paths):
-            paths[i], _ = on_rank_0(
-                tokenise_data,
-                path,
-                cfg.tokenizer,
-                Path(cfg.out) / "tokens",
-                cfg.document_token,
-                cfg.special_tokens,
-                model.vocab,
-                own_folders,
-                group=group,
-            )
-
-    def open_all():
-        # (training, validation or None) of each source
-        opened = [open_corpus(path, model.vocab, own_folders) for path in paths]
-        corpora = [corpus for both in opened for corpus in both if corpus is not None]
-        check_apart(corpora)
-        check_same_ids(corpora, model.vocab)
-        return opened, corpora, choose_document_token(corpora, cfg.document_token)
-
-    opened, corpora, document_token = all_or_none(open_all)
+        paths = tokenise_sources(cfg, model, paths, own_folders)
+    opened, document_token = all_or_none(open_sources, cfg, model, paths, own_folders)
     cfg = replace(cfg, document_token=document_token)
-    if document_token >= model.vocab:
-        raise ConfigError(
-            f"--document-token {document_token}: the model's vocabulary ends at token "
-            f"{model.vocab - 1}"
-        )
-    with_documents = document_token >= 0
-    if with_documents and cfg.memplan == "on":
-        raise ConfigError(
-            "--memplan on cannot plan steps with documents, because the tensors of a step differ "
-            "with each batch's documents. Pass --memplan off, or --document-token -1"
-        )
 
-    ahead = LLaMA.class_of(model).labels_ahead
-
-    def check_and_split():
+    def check_and_split() -> tuple[Mixture, Mixture, str]:
+        corpora = all_corpora(opened)
+        with_documents = document_token >= 0
         check_tokens(corpora, model.vocab, dist.get_rank(), dist.get_world_size(), with_documents)
+        ahead = LLaMA.class_of(model).labels_ahead
         pairs = [
             split(corpus, val_corpus, cfg.seq, cfg.seed, ahead) for corpus, val_corpus in opened
         ]
@@ -711,8 +806,7 @@ def open_data(cfg: Config, model: ModelConfig) -> tuple:
         training, validation = (Mixture(sequences, shares) for sequences in zip(*pairs))
         return training, validation, fingerprint(corpora)
 
-    training, validation, data_fingerprint = all_or_none(check_and_split)
-    return cfg, training, validation, data_fingerprint
+    return cfg, *all_or_none(check_and_split)
 
 
 def try_folder(folder: str) -> None:
@@ -805,6 +899,12 @@ def choose_flags(
     return cfg, resumed, all_or_none(lay_out_schedule, cfg, resumed)
 
 
+def reads_text(training: Mixture) -> bool:
+    """Return whether all data are text, whose bytes are the tokens."""
+    files = [file for source in training.sources for file in source.corpus.files]
+    return all(file.is_text for file in files)
+
+
 def make_meta(
     cfg: Config,
     model: ModelConfig,
@@ -840,6 +940,7 @@ def configure(command_flags: dict, local_rank: int) -> Run:
     """
     # ---- flags
     cfg, resumed, schedule = choose_flags(command_flags)
+    set_timeout(cfg.timeout)  # main does not know a --timeout that a resumed run inherits
 
     # ---- device
     device = all_or_none(choose_device, cfg, local_rank)
@@ -896,6 +997,9 @@ def configure(command_flags: dict, local_rank: int) -> Run:
     return run
 
 
+# ---------------------------------------------------------------------------- what it prints
+
+
 def float8_in_words(plan: costs.Plan, device: torch.device) -> str:
     """Return a text that says which products of the layers run in float8 (--products fp8)."""
     left_out = [shape for shape, used in zip(plan.matrices, plan.in_float8) if not used]
@@ -923,7 +1027,7 @@ def float8_in_words(plan: costs.Plan, device: torch.device) -> str:
 def print_run(run: Run, plans: list[costs.Plan]) -> None:
     """Print flags that differ from their defaults, model, data and plan. A dry run prints all of
     the plans, other runs on GPUs the best two."""
-    cfg, model = run.cfg, run.plan.model
+    cfg = run.cfg
     not_default = [
         f"{name}={getattr(cfg, name)}"
         for name, field in flags_of(cfg).items()
@@ -932,7 +1036,14 @@ def print_run(run: Run, plans: list[costs.Plan]) -> None:
     print0("flags that differ from their defaults:", *not_default)
     if cfg.device == "auto" and run.device.type == "cpu":
         print0("There is no GPU here, or PyTorch does not see it. So this run is on the CPU")
+    print_model(run)
+    print_data(run)
+    print_plan(run, plans[1:] if cfg.dry_run else plans[1:2])
 
+
+def print_model(run: Run) -> None:
+    """Print the model's size and what a token costs, and what a user may not expect of it."""
+    cfg, model = run.cfg, run.plan.model
     causal, full = flops_per_token(model, cfg.seq)
     print0(
         f"model: {param_counts(model)}, on {device_name(run.device)}, with attention kernel "
@@ -955,23 +1066,33 @@ def print_run(run: Run, plans: list[costs.Plan]) -> None:
             f"because {reason}"
         )
 
-    files = [file for source in run.training.sources for file in source.corpus.files]
+
+def print_data(run: Run) -> None:
+    """Print the size of the data and where documents end. If there are several sources, also print
+    for each one its share of the samples, its size, and how many epochs of it the steps take."""
+    cfg = run.cfg
+    sources = run.training.sources
+    files = [file for source in sources for file in source.corpus.files]
     documents = ""
     if cfg.document_token >= 0:
         documents = f"; documents end with token {cfg.document_token}"
     elif any(file.document_token not in (None, -1) for file in files):
         documents = "; attention crosses documents, because --document-token is -1"
-    print0(f"data {cfg.data}: {describe_sources(run, range(len(run.training.sources)))}{documents}")
-    for note in built_in_notes(source.path for source in parse_mixture(cfg.data)):
+    print0(f"data {cfg.data}: {describe_sources(run, range(len(sources)))}{documents}")
+    paths = [source.path for source in parse_mixture(cfg.data)]
+    for note in built_in_notes(paths):
         print0(note)
-    print_mixture(run)
-    print_plan(run, plans[1:] if cfg.dry_run else plans[1:2])
+    if len(sources) == 1:
+        return
 
-
-def reads_text(training: Mixture) -> bool:
-    """Return whether all data are text, whose bytes are the tokens."""
-    files = [file for source in training.sources for file in source.corpus.files]
-    return all(file.is_text for file in files)
+    samples = run.start_samples + cfg.batch * max(0, cfg.steps - run.start_step)
+    epochs = run.training.epochs(samples)
+    for k, path in enumerate(paths):
+        part = run.training.shares[k] / sum(run.training.shares)
+        print0(
+            f"source {path}: {part:.1%} of the samples; {describe_sources(run, [k])}; "
+            f"{epochs[k]:.2f} epochs until step {cfg.steps}"
+        )
 
 
 def describe_sources(run: Run, numbers: Iterable[int]) -> str:
@@ -983,22 +1104,6 @@ def describe_sources(run: Run, numbers: Iterable[int]) -> str:
         f"{sum(source.count for source in training):,} training and "
         f"{sum(source.count for source in validation):,} validation sequences"
     )
-
-
-def print_mixture(run: Run) -> None:
-    """If there are several sources, print for each one its share of the samples, its size, and how
-    many epochs of it the steps take."""
-    cfg = run.cfg
-    if len(run.training.sources) == 1:
-        return
-    samples = run.start_samples + cfg.batch * max(0, cfg.steps - run.start_step)
-    epochs = run.training.epochs(samples)
-    for k, (path, _) in enumerate(parse_mixture(cfg.data)):
-        part = run.training.shares[k] / sum(run.training.shares)
-        print0(
-            f"source {path}: {part:.1%} of the samples; {describe_sources(run, [k])}; "
-            f"{epochs[k]:.2f} epochs until step {cfg.steps}"
-        )
 
 
 def plan_in_words(plan: costs.Plan) -> str:
@@ -1531,8 +1636,87 @@ def to_device(tensor: Tensor, run: Run) -> Tensor:
     return tensor
 
 
+# ---------------------------------------------------------------------------- when to stop
+
+# A request to stop is a signal's number, or this number if --stop-after makes it. It is larger than
+# all numbers of signals
+TIME_IS_UP = 1000.0
+RECENT_STEPS = 10  # the next step is expected to take as long as the longest of so many steps
+# Until a save has been timed, a rank is assumed to save this many bytes per second. The number is
+# low, because many ranks may share the storage
+SAVE_RATE = 200e6
+
+
+class Stop:
+    """Why the run has to end before --steps: a signal, or --stop-after.
+
+    A rank must not stop by itself, because the remaining ranks would wait for it. So each rank
+    makes a request. The ranks exchange their requests, mostly in collectives that they need anyway,
+    and all of them follow the largest request (agree_on). Ranks may get a signal at different
+    times. Only the clock of rank 0 counts.
+    """
+
+    def __init__(self, run: Run, signals: StopSignal, saver: checkpoint.Saver, states: States):
+        self.run = run
+        self.signals = signals
+        self.saver = saver
+        self.limit = math.inf  # seconds since the process started
+        self.step_seconds = deque(maxlen=RECENT_STEPS)
+        self.save_seconds = 0.0  # estimated time of a save, until one has been timed
+        self.reason = ""  # the request that the ranks have agreed on, as text; "": go on
+        if run.cfg.stop_after:
+            self.limit = duration(run.cfg.stop_after)
+            if run.cfg.save_every >= 0:
+                parts = states.state_parts().values()
+                saved_bytes = sum(part.nbytes for part in parts if part.saved_here)
+                self.save_seconds = saved_bytes / SAVE_RATE
+
+    def request(self, next_seconds: float | None = None) -> float:
+        """Return this rank's request: the number of a signal, TIME_IS_UP, or 0.0 to go on.
+
+        next_seconds: how long the run will work until it asks again; None: for one step. Time is up
+        if this work and a save would end after --stop-after.
+        """
+        if self.signals.number:
+            return float(self.signals.number)
+        if self.run.rank == 0 and process_seconds() + self.time_needed(next_seconds) > self.limit:
+            return TIME_IS_UP
+        return 0.0
+
+    def time_needed(self, next_seconds: float | None = None) -> float:
+        """Return the seconds that the work until the next request, and the save after it, may take.
+        next_seconds: as in request."""
+        if next_seconds is None:
+            next_seconds = max(self.step_seconds, default=0.0)
+        saves = 2 if self.saver.writing else 1  # with --save-async, the previous one must end first
+        return next_seconds + saves * (self.saver.seconds or self.save_seconds)
+
+    def agree_on(self, request: float) -> str:
+        """Note the largest request of all ranks, and return the reason to stop, or ""."""
+        if request == TIME_IS_UP:
+            passed = timedelta(seconds=round(process_seconds()))
+            needed = timedelta(seconds=math.ceil(self.time_needed()))
+            self.reason = (
+                f"--stop-after {self.run.cfg.stop_after}: {passed} have passed, and another step "
+                f"with a save may take {needed}"
+            )
+        elif request:
+            self.reason = f"stopped by {signal.Signals(int(request)).name}"
+        return self.reason
+
+    def ask_all(self) -> str:
+        """Ask all ranks whether to stop before the next step, and return the reason, or "". A
+        collective of all ranks."""
+        request = torch.tensor(self.request())
+        dist.all_reduce(request, dist.ReduceOp.MAX)
+        return self.agree_on(request.item())
+
+
+# ---------------------------------------------------------------------------- evaluation
+
+
 @torch.no_grad()
-def evaluate(run: Run, model: LLaMA | Pipeline, stop: "Stop") -> dict:
+def evaluate(run: Run, model: LLaMA | Pipeline, stop: Stop) -> dict:
     """Return the loss on the first validation sequences, as fields of a row of log.jsonl:
 
         val_loss               mean loss; None if all labels are IGNORE
@@ -1623,35 +1807,7 @@ def export(run: Run, states: States, step: int, group: dist.ProcessGroup) -> str
     return ""
 
 
-# ---------------------------------------------------------------------------- the loop
-
-
-def learning_rate(run: Run, step: int) -> float:
-    """Return the learning rate of a step, counted from 0.
-
-    It rises linearly to lr in the warm-up. Then it follows --schedule. With cosine and wsd it is
-    min_lr * lr from the end of the schedule on. Example, where the last row says how the numbers of
-    the decay arise: --schedule wsd --steps 10 --warmup 2 --decay-steps 4 --lr 1 --min-lr 0
-
-        step   0    1    2    3    4    5    6    7    8     9     10
-        rate   0.5  1    1    1    1    1    1    0.5  0.29  0.13  0
-        done                                 0    1/4  2/4   3/4   1      rate = 1 - sqrt(done)
-    """
-    cfg, recorded = run.cfg, run.meta["config"]
-    warmup, end = recorded["warmup_steps"], recorded["schedule_steps"]
-    if step < warmup:
-        return cfg.lr * (step + 1) / warmup
-
-    schedule = SCHEDULES[cfg.schedule]
-    decay = end - warmup
-    if schedule.stable:
-        decay = decay_length(cfg.decay_steps, end)
-    done = 1.0  # fraction of the decay
-    if step < end:
-        done = max(0, step - (end - decay)) / decay
-    fallen = schedule.falls(done)
-    return cfg.lr * (1 - fallen + fallen * cfg.min_lr)
-
+# ---------------------------------------------------------------------------- progress in a step
 
 PROGRESS_SECONDS = 30.0  # between two lines about a long step, while it runs
 
@@ -1700,78 +1856,7 @@ def start_progress_thread(run: Run, states: States) -> Progress:
     return progress
 
 
-# A request to stop is a signal's number, or this number if --stop-after makes it. It is larger than
-# all numbers of signals
-TIME_IS_UP = 1000.0
-RECENT_STEPS = 10  # the next step is expected to take as long as the longest of so many steps
-# Until a save has been timed, a rank is assumed to save this many bytes per second. The number is
-# low, because many ranks may share the storage
-SAVE_RATE = 200e6
-
-
-class Stop:
-    """Why the run has to end before --steps: a signal, or --stop-after.
-
-    A rank must not stop by itself, because the remaining ranks would wait for it. So each rank
-    makes a request. The ranks exchange their requests, mostly in collectives that they need anyway,
-    and all of them follow the largest request (agree_on). Ranks may get a signal at different
-    times. Only the clock of rank 0 counts.
-    """
-
-    def __init__(self, run: Run, signals: StopSignal, saver: checkpoint.Saver, states: States):
-        self.run = run
-        self.signals = signals
-        self.saver = saver
-        self.limit = math.inf  # seconds since the process started
-        self.step_seconds = deque(maxlen=RECENT_STEPS)
-        self.save_seconds = 0.0  # estimated time of a save, until one has been timed
-        self.reason = ""  # the request that the ranks have agreed on, as text; "": go on
-        if run.cfg.stop_after:
-            self.limit = duration(run.cfg.stop_after)
-            if run.cfg.save_every >= 0:
-                parts = states.state_parts().values()
-                saved_bytes = sum(part.nbytes for part in parts if part.saved_here)
-                self.save_seconds = saved_bytes / SAVE_RATE
-
-    def request(self, next_seconds: float | None = None) -> float:
-        """Return this rank's request: the number of a signal, TIME_IS_UP, or 0.0 to go on.
-
-        next_seconds: how long the run will work until it asks again; None: for one step. Time is up
-        if this work and a save would end after --stop-after.
-        """
-        if self.signals.number:
-            return float(self.signals.number)
-        if self.run.rank == 0 and process_seconds() + self.time_needed(next_seconds) > self.limit:
-            return TIME_IS_UP
-        return 0.0
-
-    def time_needed(self, next_seconds: float | None = None) -> float:
-        """Return the seconds that the work until the next request, and the save after it, may take.
-        next_seconds: as in request."""
-        if next_seconds is None:
-            next_seconds = max(self.step_seconds, default=0.0)
-        saves = 2 if self.saver.writing else 1  # with --save-async, the previous one must end first
-        return next_seconds + saves * (self.saver.seconds or self.save_seconds)
-
-    def agree_on(self, request: float) -> str:
-        """Note the largest request of all ranks, and return the reason to stop, or ""."""
-        if request == TIME_IS_UP:
-            passed = timedelta(seconds=round(process_seconds()))
-            needed = timedelta(seconds=math.ceil(self.time_needed()))
-            self.reason = (
-                f"--stop-after {self.run.cfg.stop_after}: {passed} have passed, and another step "
-                f"with a save may take {needed}"
-            )
-        elif request:
-            self.reason = f"stopped by {signal.Signals(int(request)).name}"
-        return self.reason
-
-    def ask_all(self) -> str:
-        """Ask all ranks whether to stop before the next step, and return the reason, or "". A
-        collective of all ranks."""
-        request = torch.tensor(self.request())
-        dist.all_reduce(request, dist.ReduceOp.MAX)
-        return self.agree_on(request.item())
+# ---------------------------------------------------------------------------- statistics of a step
 
 
 def gpu_peak_gib() -> float:
@@ -1799,14 +1884,48 @@ def largest_of_ranks(device: torch.device, rank_stats: dict[str, float]) -> dict
     return dict(zip(rank_stats, largest.tolist()))
 
 
-def freeze_gc() -> None:
-    """Exclude all objects that exist now from garbage collection, because most of them live until
-    the end, and walking them takes time in every collection."""
-    gc.collect()
-    gc.freeze()
+def finish_step(
+    run: Run,
+    stop: Stop,
+    step_stats: dict[str, Tensor],
+    next_batch: Batch,
+    started: float,
+    last: bool,
+) -> dict[str, float]:
+    """Wait for a step, and return its statistics, equal on all ranks.
+
+    Each rank makes its request to stop after this wait. So a signal that came during the step ends
+    the run now, and not after the next step.
+
+    started: the time at which the step began. last: whether it is the last step of the run. A
+    collective of all ranks.
+    """
+    row = wait_for_step(step_stats)
+    stop.step_seconds.append(time.perf_counter() - started)
+    return row | largest_of_ranks(
+        run.device,
+        {
+            "stop": stop.request(0.0 if last else None),
+            "writing": stop.saver.writing,  # whether this rank still writes a checkpoint
+            "read_failed": bool(next_batch.read_error),
+            "gpu_gib": gpu_peak_gib(),
+            "host_gib": host_peak_gib(),
+        },
+    )
 
 
-def log_step(run: Run, log, row: dict, unsaved: str) -> None:
+# ---------------------------------------------------------------------------- the log
+
+
+def open_log(run: Run) -> TextIO:
+    """Open log.jsonl on rank 0, to append to it. On another rank, open a file that keeps nothing.
+    Raises OSError."""
+    if run.rank == 0:
+        return open_to_append(Path(run.cfg.out, "log.jsonl"))
+    return open(os.devnull, "a")
+
+
+def log_step(run: Run, log: TextIO, row: dict, unsaved: str) -> None:
     """Print the line of a step, and write its row to log.jsonl. unsaved: why the last checkpoint
     or export was not written, or ""."""
     step, steps, seconds = row["step"], run.cfg.steps, row["seconds"]
@@ -1827,7 +1946,7 @@ def log_step(run: Run, log, row: dict, unsaved: str) -> None:
     log_row(log, row, *parts)
 
 
-def log_row(log, row: dict, *parts: str) -> None:
+def log_row(log: TextIO, row: dict, *parts: str) -> None:
     """Print a line of these parts, with the evaluation if the row has one, and write the row."""
     if "val_loss" in row:
         loss = row["val_loss"]
@@ -1843,7 +1962,7 @@ def log_row(log, row: dict, *parts: str) -> None:
         print(f"log.jsonl cannot be written: {e.strerror}")
 
 
-def close_log(run: Run, log, draw: bool) -> None:
+def close_log(run: Run, log: TextIO, draw: bool) -> None:
     """Close log.jsonl, and draw loss.png from it on rank 0 if `draw`."""
     try:
         log.close()
@@ -1883,18 +2002,28 @@ def draw_losses(log: Path) -> None:
     replace_file(log.with_name("loss.png"), lambda new: fig.savefig(new, dpi=120))
 
 
+# ---------------------------------------------------------------------------- the loop
+
+
 @dataclass
 class LoopState:
     """Where the loop is, and why it stops."""
 
     step: int  # steps done
     samples: int  # sequences seen
-    last_saved_step: int = -1  # the step of the newest checkpoint; -1: none
+    needs_save: bool  # whether the weights of this step must still be saved, unless --save-every -1
     # how many steps in a row, up to this one, were not finite and so changed no weight
     skips_in_a_row: int = 0
     export_failed: str = ""  # why the last export failed, as a sentence; "" if it did not
     failure: str = ""  # what went wrong; the run saves, and exits with status 1
     stop_reason: str = ""  # why the run ends before --steps: a failure, a signal or --stop-after
+
+
+def freeze_gc() -> None:
+    """Exclude all objects that exist now from garbage collection, because most of them live until
+    the end, and walking them takes time in every collection."""
+    gc.collect()
+    gc.freeze()
 
 
 def is_due(every: int, step: int) -> bool:
@@ -1914,44 +2043,19 @@ def check_stop(state: LoopState, stop: Stop, stats: dict, next_batch: Batch) -> 
     state.stop_reason = stop.agree_on(stats["stop"]) or state.failure
 
 
-def finish_step(
-    run: Run,
-    stop: Stop,
-    step_stats: dict[str, Tensor],
-    next_batch: Batch,
-    started: float,
-    last: bool,
-) -> dict[str, float]:
-    """Wait for a step, and return its statistics, equal on all ranks.
-
-    Each rank makes its request to stop after this wait. So a signal that came during the step ends
-    the run now, and not after the next step.
-
-    started: the time at which the step began. last: whether it is the last step of the run. A
-    collective of all ranks.
-    """
-    row = wait_for_step(step_stats)
-    stop.step_seconds.append(time.perf_counter() - started)
-    return row | largest_of_ranks(
-        run.device,
-        {
-            "stop": stop.request(0.0 if last else None),
-            "writing": stop.saver.writing,  # whether this rank still writes a checkpoint
-            "read_failed": bool(next_batch.read_error),
-            "gpu_gib": gpu_peak_gib(),
-            "host_gib": host_peak_gib(),
-        },
-    )
-
-
 def begin_save(run: Run, saver: checkpoint.Saver, state: LoopState) -> None:
     """Begin to save a checkpoint of the step that is done. A collective of all ranks."""
     saver.begin(run.meta | {"step": state.step, "samples": state.samples})
-    state.last_saved_step = state.step
+    state.needs_save = False
 
 
 def begin_loop(
-    run: Run, model: LLaMA | Pipeline, stop: Stop, signals: StopSignal, log, state: LoopState
+    run: Run,
+    model: LLaMA | Pipeline,
+    stop: Stop,
+    signals: StopSignal,
+    log: TextIO,
+    state: LoopState,
 ) -> Batch | None:
     """Load the first batch and return it. If no step is left, only evaluate, and return None.
 
@@ -1963,7 +2067,7 @@ def begin_loop(
         batch = load_batch(run, state.samples)
         state.failure = state.stop_reason = first_error(batch.read_error)
         if state.failure:  # nothing is trained, so there is nothing to save
-            state.last_saved_step = state.step
+            state.needs_save = False
         if run.plan.pp > 1:
             model.warm_up(next(batch.micro_batches()))
     elif cfg.eval_every > 0:
@@ -1978,7 +2082,7 @@ def begin_loop(
     if trains:
         state.stop_reason = stop.ask_all()
         if state.stop_reason:  # nothing was trained, so there is nothing to save
-            state.last_saved_step = state.step
+            state.needs_save = False
     return batch
 
 
@@ -1993,14 +2097,14 @@ def save_and_export(run: Run, states: States, saver: checkpoint.Saver, state: Lo
         state.export_failed = export(run, states, state.step, saver.group)
 
 
-def end_loop(run: Run, states: States, stop: Stop, log, state: LoopState) -> str:
+def end_loop(run: Run, states: States, stop: Stop, log: TextIO, state: LoopState) -> str:
     """Save a last checkpoint unless the last step is saved already, draw loss.png and export.
     Returns what went wrong, or "". A collective of all ranks."""
     cfg, saver = run.cfg, stop.saver
     if state.stop_reason:
         print0(f"{state.stop_reason}: the run ends after step {state.step}")
     saver.finish()
-    if cfg.save_every >= 0 and (state.last_saved_step != state.step or saver.failed):
+    if cfg.save_every >= 0 and (state.needs_save or saver.failed):
         begin_save(run, saver, state)
         saver.finish()
     close_log(run, log, draw=not stop.reason)
@@ -2023,12 +2127,11 @@ def train(
     """Run the steps that are left, and save. Returns what went wrong, or "". A collective of all
     ranks."""
     cfg = run.cfg
-    state = LoopState(run.start_step, run.start_samples)
     # weights that a checkpoint already has, or that are only evaluated, need no new checkpoint
     only_evaluates = cfg.steps == 0 and cfg.eval_every > 0
-    if run.resumed or only_evaluates:
-        state.last_saved_step = state.step
-    log = open_to_append(Path(cfg.out, "log.jsonl")) if run.rank == 0 else open(os.devnull, "a")
+    needs_save = not (run.resumed or only_evaluates)
+    state = LoopState(run.start_step, run.start_samples, needs_save)
+    log = all_or_none(open_log, run)
     stop = Stop(run, signals, saver, states)
 
     batch = begin_loop(run, model, stop, signals, log, state)
@@ -2038,6 +2141,7 @@ def train(
         lr = learning_rate(run, state.step)
         state.step += 1
         state.samples += run.plan.batch
+        state.needs_save = True
         last = state.step == cfg.steps
         evaluates = is_due(cfg.eval_every, state.step) or (last and cfg.eval_every >= 0)
         saves = is_due(cfg.save_every, state.step)
@@ -2103,7 +2207,7 @@ def closing_advice(run: Run, state: LoopState, drawn: bool) -> str:
     if drawn:
         lines.append(f"Open {out}/loss.png for the losses of all steps. {out}/log.jsonl lists them")
 
-    if state.last_saved_step == state.step:
+    if not state.needs_save:
         knows_tokens = run.meta["bytes_are_tokens"] or cfg.tokenizer or cfg.import_folder
         tokenizer = "" if knows_tokens else " --tokenizer DIR"
         lines.append(f"To read what the model writes: python sample.py {out}{tokenizer}")

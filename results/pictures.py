@@ -140,7 +140,8 @@ def draw_layer(path: Path) -> None:
         ax,
         0.1,
         4.9,
-        "Copies run beside other layers' computation (here with lag 2). Backward has two rounding buffers",
+        "Copies run beside other layers' computation (here with lag 2). Backward has two rounding "
+        "buffers",
     )
     lines = (
         (5.1, "forward", ("layer 4", "layer 5", "layer 6", "layer 7"), (GREY,) * 4),

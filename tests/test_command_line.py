@@ -1,6 +1,7 @@
 """Show that commands which cannot run are refused with a helpful sentence. Check dry runs, too."""
 
 import importlib
+import json
 import os
 import re
 import subprocess
@@ -280,6 +281,7 @@ DIFFERENT = [  # flags of rank {rank}, which starts in a folder of its own, and 
     ("--lr 0.{rank}1", r"ranks were started differently: --lr is 0\.01 on rank 0, 0\.11 on rank 1"),
     ("--data only-0.txt", r".*no such file or folder.* \(on ranks \[1\]\)"),
     ("--data both.txt", ".*?the data is .*? on rank 0, .*? on rank 1"),
+    ("--data ids.bin", r"--document-token 900: .* ends at token 255 \(on ranks \[1\]\)"),
     ("--out out", ".*?lock of --out out, .*?storage that all nodes share, .*?missing on rank 1"),
 ]
 
@@ -308,6 +310,9 @@ def test_refused_on_all_ranks(tmp_path):
     for rank in "01":
         (tmp_path / rank).mkdir()
         (tmp_path / rank / "both.txt").write_text((1000 + int(rank)) * "x")
+        (tmp_path / rank / "ids.bin").write_bytes(bytes(4000))
+        about = {"token_bytes": 2, "document_token": 900 * int(rank)}
+        (tmp_path / rank / "ids.bin.json").write_text(json.dumps(about))
     (tmp_path / "0" / "only-0.txt").write_text(1000 * "x")
     ports = [get_free_port() for _ in DIFFERENT]
     text = run(

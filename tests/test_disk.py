@@ -20,6 +20,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import checkpoint
 import model as m
 import ops
+import ranks
 import shard
 import train
 from helpers import edit_meta, fail_disk_full, on_file_event, saved_steps, uninterrupted_losses
@@ -93,6 +94,22 @@ def test_newest_whole_checkpoint_is_found(tmp_path, capsys):
     said = capsys.readouterr().out
     assert "step-00000004/rank-00000-0.safetensors is not what was written" in said
     assert f"resumed {third}" in said
+
+
+def test_unread_checkpoint_is_not_passed_over(tmp_path, monkeypatch):
+    """A checkpoint that cannot be read now, and may be whole, ends the command.
+
+    Catches a short fault of the storage after which a run starts anew.
+    """
+
+    def fail(path):
+        raise OSError(116, "Stale file handle", str(path))
+
+    main(f"--out {tmp_path} --steps 1")
+    monkeypatch.setattr(checkpoint, "checksum", fail)
+    with raises(ranks.ConfigError, match="Stale file handle.*step-00000001/rank-00000-0"):
+        main(f"--out {tmp_path} --steps 2 --resume auto")
+    assert saved_steps(tmp_path) == [1]
 
 
 def test_going_back_takes_the_log_and_later_checkpoints_back(tmp_path):

@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
+import torch
 import torch.distributed as dist
 from pytest import raises
 from torch.distributed.elastic.utils.distributed import get_free_port
@@ -463,6 +464,35 @@ def test_data_that_goes_away(tmp_path):
     assert saved_steps(out) == [2, 3]
     main(f"{flags} --resume")
     assert [step for step, *_ in losses(out)] == [1, 2, 3, 4, 5, 6]
+
+
+@slow
+def test_log_that_cannot_be_opened(tmp_path):
+    """If rank 0 cannot open log.jsonl, both ranks end with one error.
+
+    Catches an error of rank 0 for which the other rank waits.
+    """
+    code = "from helpers import *\non_file_event('log.jsonl', fail_disk_full)"
+    text = run(f"--out {tmp_path}", 2, code, expect=1)
+    assert text.count("ConfigError: [Errno 28] No space left on device (on ranks [0])") == 2
+
+
+def test_resumed_run_inherits_its_timeout(tmp_path, monkeypatch):
+    """The --timeout that a resumed run inherits holds for collectives of all ranks, too.
+
+    Catches a resumed run that waits for as long as a run without --timeout.
+    """
+    timeouts = []
+
+    def train_nothing(*args):
+        backend = dist.group.WORLD._get_backend(torch.device("cpu"))
+        timeouts.append(backend.options._timeout.total_seconds())
+        return ""
+
+    main(f"--out {tmp_path} --steps 1 --timeout 77")
+    monkeypatch.setattr(train, "train", train_nothing)
+    main(f"--out {tmp_path} --steps 2 --resume")
+    assert timeouts == [77]
 
 
 @slow
