@@ -1089,8 +1089,8 @@ def ring_errors(
 ) -> dict[str, float]:
     """Return how far o, dq, dk and dv of a ring of two are from those of the whole sequence.
 
-    An error is the norm of the difference, divided by the norm of the whole sequence's result. One
-    process computes for both ranks of the ring, on a small random sequence.
+    An error is the norm of the difference, divided by the norm of the whole sequence's result. The
+    sequence is small and random.
     """
     if heads > kv_heads:  # query heads share a key/value head
         num_heads, num_kv_heads = 2, 1
@@ -1103,20 +1103,33 @@ def ring_errors(
         torch.randn(1, seq, count, head_dim, generator=rng).to(device, dtype)
         for count in (num_heads, num_kv_heads, num_kv_heads, num_heads)
     )
-    causal = Mask(heads=range(num_heads))
-    o, lse = kernel.forward(q, k, v, causal)
-    whole_results = [o, *kernel.backward(do, q, k, v, o, lse, causal)]
+    mask = Mask(heads=range(num_heads))
+    o, lse = kernel.forward(q, k, v, mask)
+    whole_results = [o, *kernel.backward(do, q, k, v, o, lse, mask)]
+    ring_results = ring_of_two(kernel, mask, do, q, k, v)
+    return {
+        what: ((ours - want).norm() / want.norm()).item()
+        for what, ours, want in zip(("o", "dq", "dk", "dv"), ring_results, whole_results)
+    }
 
+
+def ring_of_two(
+    kernel: Kernel, mask: Mask, do: Tensor, q: Tensor, k: Tensor, v: Tensor
+) -> list[Tensor]:
+    """Return o, dq, dk and dv (1, T, heads, D) as a ring of two computes them: in squares and
+    rectangles. This process computes for both ranks of the ring. mask: of the squares."""
+    dtype = q.dtype
+    seq = q.shape[1]
     ring_results = [torch.zeros_like(t, dtype=accumulation_dtype(dtype)) for t in (q, q, k, v)]
     for ring_rank in (0, 1):
-        own = sequence_positions(seq, 2, 2, ring_rank).to(device)
-        other = sequence_positions(seq, 2, 2, 1 - ring_rank).to(device)
+        own = sequence_positions(seq, 2, 2, ring_rank).to(q.device)
+        other = sequence_positions(seq, 2, 2, 1 - ring_rank).to(q.device)
         # the rectangle: as slices of the ranks' tokens, and as positions in the sequence
         own_queries, other_keys = step_slices(1, ring_rank, seq // 2)
         queries, keys = own[own_queries], other[other_keys]
 
         # forward, as Ring.attend
-        o, lse = kernel.forward(q[:, own], k[:, own], v[:, own], causal)
+        o, lse = kernel.forward(q[:, own], k[:, own], v[:, own], mask)
         o = o.to(accumulation_dtype(dtype))
         more = kernel.forward(q[:, queries], k[:, keys], v[:, keys], EVERYTHING)
         merge_into(o[:, own_queries], lse[:, :, own_queries], *more)
@@ -1124,7 +1137,7 @@ def ring_errors(
         ring_results[0][:, own] = o.to(ring_results[0].dtype)
 
         # backward, as Ring.attend_backward
-        square = kernel.backward(do[:, own], q[:, own], k[:, own], v[:, own], o, lse, causal)
+        square = kernel.backward(do[:, own], q[:, own], k[:, own], v[:, own], o, lse, mask)
         rectangle = kernel.backward(
             do[:, queries],
             q[:, queries],
@@ -1138,10 +1151,7 @@ def ring_errors(
             total[:, own] += grad
         for total, grad, positions in zip(ring_results[1:], rectangle, (queries, keys, keys)):
             total[:, positions] += grad
-    return {
-        what: ((ours - want).norm() / want.norm()).item()
-        for what, ours, want in zip(("o", "dq", "dk", "dv"), ring_results, whole_results)
-    }
+    return ring_results
 
 
 # ---------------------------------------------------------------------------- what the model calls

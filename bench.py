@@ -357,14 +357,15 @@ def time_step(bench: Bench, step: Step) -> float:
     """Warm a step up, and return its median seconds. A collective."""
     repeats = timed_steps(bench, step.run)
     if step.memory:
-        warm_up = 4  # the third step is recorded, and the fourth may be captured as a CUDA graph
+        # the third step is recorded, and the fourth may be captured as a CUDA graph
+        warm_up_steps = 4
     elif repeats > 1:
-        warm_up = 3 if repeats > 5 else 1
+        warm_up_steps = 3 if repeats > 5 else 1
     else:
-        warm_up = 0  # the step that `clock` does not count is long enough
-    for _ in range(warm_up):
+        warm_up_steps = 0  # the step that `clock` does not count is long enough
+    for _ in range(warm_up_steps):
         step()
-    if warm_up:
+    if warm_up_steps:
         release(bench)
     return clock(bench, step, repeats)
 

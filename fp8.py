@@ -268,6 +268,8 @@ class Float8Products(Products):
 
     def forward(self, matrix: Matrix, prologue: Prologue, recomputing: bool, inputs: tuple):
         """See Products.forward."""
+        if inputs[0].numel() == 0:  # no tokens, so no row has a largest value
+            return super().forward(matrix, prologue, recomputing, inputs)
         shared = self.shares_rows(matrix, "columns")
         # the cast of shared rows cannot be fused with the prologue, because the ranks agree on the
         # largest values before it
@@ -289,6 +291,8 @@ class Float8Products(Products):
 
     def backward(self, matrix: Matrix, prologue: Prologue, dy: Tensor, saved: tuple):
         """See Products.backward."""
+        if dy.numel() == 0:
+            return super().backward(matrix, prologue, dy, saved)
         trains = not matrix.frozen
         shared = self.shares_rows(matrix, "rows")
         flat = dy.reshape(-1, dy.shape[-1])

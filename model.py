@@ -566,12 +566,7 @@ def run_blocks(model: "LLaMA", positions: Positions, attention: Callable) -> Cal
     return run_layer
 
 
-# ---------------------------------------------------------------------------- sizes and counts
-
-
-def divisors(count: int) -> list[int]:
-    return [n for n in range(1, count + 1) if count % n == 0]
-
+# ---------------------------------------------------------------------------- rotary angles
 
 # A rotary scaling is a dictionary {"rope_type": kind, key: value, ...}, as in Hugging Face's files.
 ROPE_KEYS = {  # by kind, the keys that rope_frequencies needs
@@ -585,6 +580,85 @@ ROPE_OPTIONS = ("beta_fast", "beta_slow", "attention_factor")  # further keys of
 def rope_kind(scaling: dict) -> str:
     """Return the kind of a rotary scaling. Older files call the key "type"."""
     return scaling.get("rope_type", scaling.get("type", "default"))
+
+
+def rope_frequencies(cfg: ModelConfig, device=None) -> tuple[Tensor, float]:
+    """Return the D/2 rotary frequencies in radians per position, and the factor on cos and sin.
+
+    A scaling serves sequences longer than the trained length. "linear" divides all frequencies by
+    its factor. "llama3" and "yarn" (arXiv 2309.00071) keep the high ones, divide the low ones, and
+    blend the two in between. Only "yarn" has a factor on cos and sin other than 1.
+
+    Frequencies are float64. They are computed on the device, so that nothing waits for a copy.
+    """
+    half = cfg.head_dim // 2
+    pairs = torch.arange(half, dtype=torch.float64, device=device)  # 0 ... D/2 - 1
+    freq = cfg.rope_theta ** -(pairs / half)
+    scaling = cfg.rope_scaling
+    kind = rope_kind(scaling)
+    if kind == "default":
+        return freq, 1.0
+    if kind == "linear":
+        return freq / scaling["factor"], 1.0
+    if kind == "yarn":
+        return yarn_frequencies(cfg, freq)
+
+    # the remaining kind is "llama3"
+    trained = scaling["original_max_position_embeddings"]
+    turns = trained * freq / (2 * math.pi)  # full turns within the trained length
+    low = scaling["low_freq_factor"]
+    high = scaling["high_freq_factor"]
+    keep = ((turns - low) / (high - low)).clamp(0, 1)  # 0: divided, 1: as it was
+    scale = keep + (1 - keep) / scaling["factor"]
+    return freq * scale, 1.0
+
+
+def yarn_frequencies(cfg: ModelConfig, freq: Tensor) -> tuple[Tensor, float]:
+    """Return the frequencies of "yarn", and its factor on cos and sin. freq (D/2,): the frequencies
+    without scaling."""
+    scaling = cfg.rope_scaling
+    factor = scaling["factor"]
+    trained = scaling["original_max_position_embeddings"]
+    half = len(freq)
+
+    def pair_with_turns(turns):
+        """Return the number of the pair, a fraction, that turns so often in the trained length."""
+        return half * math.log(trained / (turns * 2 * math.pi)) / math.log(cfg.rope_theta)
+
+    # pairs before `first` keep their frequency, pairs after `last` have it divided
+    first = max(0, math.floor(pair_with_turns(scaling.get("beta_fast") or 32)))
+    last = min(math.ceil(pair_with_turns(scaling.get("beta_slow") or 1)), cfg.head_dim - 1)
+    width = last - first
+    if width == 0:
+        width = 1e-3
+    pairs = torch.arange(half, dtype=freq.dtype, device=freq.device)
+    divide = ((pairs - first) / width).clamp(0, 1)  # 0: as it was, 1: divided
+    # sqrt(1/t) of the YaRN paper, where t is a temperature. It multiplies q and k, so the scores
+    # are divided by t
+    attention_factor = scaling.get("attention_factor")
+    if not attention_factor:
+        attention_factor = 0.1 * math.log(max(factor, 1)) + 1
+    return freq * (1 - divide) + freq / factor * divide, attention_factor
+
+
+def rope_tables(cfg: ModelConfig, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return cos and sin (..., D/2) of the angles at integer positions, (T,) or (B, T).
+
+    Angles are computed in float64: between positions 2^19 and 2^20, float32 angles would be
+    multiples of 1/16 radian.
+    """
+    freq, factor = rope_frequencies(cfg, positions.device)
+    angle = positions.double().unsqueeze(-1) * freq
+    cos = angle.cos() * factor
+    sin = angle.sin() * factor
+    return cos.to(dtype), sin.to(dtype)
+
+
+# ---------------------------------------------------------------------------- sizes and counts
+
+
+def divisors(count: int) -> list[int]:
+    return [n for n in range(1, count + 1) if count % n == 0]
 
 
 # fmt: off
@@ -677,71 +751,6 @@ def flops_per_token(
     equivalent_layers = cfg.layers - 2 / 3 * forward_only_layers
     attention = 6.0 * equivalent_layers * cfg.heads * cfg.head_dim * (keys_seen or seq)
     return products + attention, products + 2 * attention
-
-
-# ---------------------------------------------------------------------------- rotary angles
-
-
-def rope_frequencies(cfg: ModelConfig, device=None) -> tuple[Tensor, float]:
-    """Return the D/2 rotary frequencies in radians per position, and the factor on cos and sin.
-
-    A scaling serves sequences longer than the trained length. "linear" divides all frequencies by
-    its factor. "llama3" and "yarn" (arXiv 2309.00071) keep the high ones, divide the low ones, and
-    blend the two in between. Only "yarn" has a factor on cos and sin other than 1.
-
-    Frequencies are float64. They are computed on the device, so that nothing waits for a copy.
-    """
-    theta = cfg.rope_theta
-    half = cfg.head_dim // 2
-    pairs = torch.arange(half, dtype=torch.float64, device=device)  # 0 ... D/2 - 1
-    freq = theta ** -(pairs / half)
-    scaling = cfg.rope_scaling
-    kind = rope_kind(scaling)
-    if kind == "default":
-        return freq, 1.0
-    divided = freq / scaling["factor"]
-    if kind == "linear":
-        return divided, 1.0
-
-    trained = scaling["original_max_position_embeddings"]
-    if kind == "llama3":
-        turns = trained * freq / (2 * math.pi)  # full turns within the trained length
-        low = scaling["low_freq_factor"]
-        high = scaling["high_freq_factor"]
-        keep = ((turns - low) / (high - low)).clamp(0, 1)  # 0: divided, 1: as it was
-        scale = keep + (1 - keep) / scaling["factor"]
-        return freq * scale, 1.0
-
-    def pair_with_turns(turns):
-        """Return the number of the pair, a fraction, that turns so often in the trained length."""
-        return half * math.log(trained / (turns * 2 * math.pi)) / math.log(theta)
-
-    # yarn: pairs before `first` keep their frequency, pairs after `last` have it divided
-    first = max(0, math.floor(pair_with_turns(scaling.get("beta_fast") or 32)))
-    last = min(math.ceil(pair_with_turns(scaling.get("beta_slow") or 1)), cfg.head_dim - 1)
-    width = last - first
-    if width == 0:
-        width = 1e-3
-    divide = ((pairs - first) / width).clamp(0, 1)  # 0: as it was, 1: divided
-    # sqrt(1/t) of the YaRN paper, where t is a temperature. It multiplies q and k, so the scores
-    # are divided by t
-    attention_factor = scaling.get("attention_factor")
-    if not attention_factor:
-        attention_factor = 0.1 * math.log(max(scaling["factor"], 1)) + 1
-    return freq * (1 - divide) + divided * divide, attention_factor
-
-
-def rope_tables(cfg: ModelConfig, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return cos and sin (..., D/2) of the angles at integer positions, (T,) or (B, T).
-
-    Angles are computed in float64: between positions 2^19 and 2^20, float32 angles would be
-    multiples of 1/16 radian.
-    """
-    freq, factor = rope_frequencies(cfg, positions.device)
-    angle = positions.double().unsqueeze(-1) * freq
-    cos = angle.cos() * factor
-    sin = angle.sin() * factor
-    return cos.to(dtype), sin.to(dtype)
 
 
 # ---------------------------------------------------------------------------- first weights

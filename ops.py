@@ -210,7 +210,8 @@ def swiglu_backward_into(gate, up, da, dgate, dup, needs_a):
 def swiglu_backward(da, gate_up, needs_a=True):
     """Return a = swiglu(gate_up) (..., F), computed again, or None without needs_a; and gate_up's
     gradient (..., 2F)."""
-    dgate_up = torch.empty_like(gate_up)
+    # contiguous even if gate_up is not: flatten must return views, which the kernel writes into
+    dgate_up = torch.empty_like(gate_up, memory_format=torch.contiguous_format)
     # (N, 2F) -> (N, F), (N, F): the compiler sees that halves of a matrix do not overlap, and makes
     # one kernel
     gate, up = gate_up.flatten(0, -2).chunk(2, -1)
@@ -266,6 +267,15 @@ def weight_grad_into(dy: Tensor, x: Tensor, out: Tensor | None, beta: int) -> Te
     if out.dtype == dy.dtype:
         return torch.addmm(out, dy.t(), x, beta=beta, out=out)
     return torch.addmm(out, dy.t(), x, beta=beta, out=out, out_dtype=out.dtype)
+
+
+def embedding_grad(dx: Tensor, tokens: Tensor, vocab: int) -> Tensor:
+    """Return an embedding's gradient (V, C), in dx's dtype: row i is the sum of dx (B, T, C) over
+    all tokens (B, T) that are i."""
+    dtype = dx.dtype
+    if not dx.is_cuda:  # a CPU adds in dx's dtype: long sums in bf16 lose most of their summands
+        dx = dx.to(accumulation_dtype(dtype))
+    return torch.ops.aten.embedding_dense_backward(dx, tokens, vocab, -1, False).to(dtype)
 
 
 # ---------------------------------------------------------------------------- weights, events
@@ -787,7 +797,7 @@ class _Embedding(Function):
         vocab, _ = matrix.shape
 
         def compute(out, beta):
-            dw = torch.ops.aten.embedding_dense_backward(dx, ctx.tokens, vocab, -1, False)  # (V, C)
+            dw = embedding_grad(dx, ctx.tokens, vocab)
             if out is None:
                 return dw
             if beta:

@@ -207,28 +207,17 @@ class Optimizer:
         return sum(stored.itemsize for stored in self.stored_dtypes(dtype, storage).values())
 
 
-def adamw(u: Update) -> None:
-    """Update tensors by AdamW. Per parameter it reads 14 bytes (a bf16 gradient, three float32
-    states) and writes 14 (a bf16 weight, the states)."""
-    run_adamw(u)
-
-
-def adamw_bf16(u: Update) -> None:
-    """Update a matrix by AdamW, and round the new moments stochastically to bf16. Per parameter it
-    reads 10 bytes and writes 10."""
-    device = u.weight.device
-    element_key = element_key_on(u.name, u.seed, u.start, device)
-    run_adamw(u, element_key, *slice_on(u.tp_slice, device))
-
-
-def run_adamw(
+def adamw(
     u: Update,
     element_key: Tensor | None = None,
     slice_rows: Tensor | None = None,
     slice_cols: tuple | None = None,
 ) -> None:
-    """Call fused_adamw. element_key: from element_key_on; None if moments are not rounded at
-    random. slice_rows, slice_cols: from slice_on; None for a whole matrix."""
+    """Update tensors by AdamW. Per parameter it reads 14 bytes (a bf16 gradient, three float32
+    states) and writes 14 (a bf16 weight, the states).
+
+    Only `adamw_bf16` passes the other arguments. element_key: from element_key_on; None if moments
+    are not rounded at random. slice_rows, slice_cols: from slice_on; None for a whole matrix."""
     master, m, v = (u.states[state.name] for state in ADAMW.states)
     fused_adamw(
         u.weight,
@@ -247,6 +236,14 @@ def run_adamw(
         slice_rows,
         slice_cols,
     )
+
+
+def adamw_bf16(u: Update) -> None:
+    """Update a matrix by AdamW, and round the new moments stochastically to bf16. Per parameter it
+    reads 10 bytes and writes 10."""
+    device = u.weight.device
+    element_key = element_key_on(u.name, u.seed, u.start, device)
+    adamw(u, element_key, *slice_on(u.tp_slice, device))
 
 
 @functools.partial(compiled, dynamic=None)  # one kernel for matrices of many sizes
@@ -452,6 +449,9 @@ def slice_on(
     return torch.tensor(runs, device=device), (first_col, end_col - first_col, whole_cols)
 
 
+# ---------------------------------------------------------------------------- a check of optimizers
+
+
 def check_optimizer(name: str, optimizer: Optimizer) -> None:
     """Raise ValueError if an optimizer breaks one of these rules. Without this check, a run with it
     would train wrong, and no error would say so.
@@ -645,25 +645,9 @@ def allocate_states(
     piece_elements = max(sizes, default=0)  # a pipeline stage may have only frozen weights
     if not optimizer.whole:
         piece_elements = min(piece_elements, PIECE_ELEMENTS)
-    buffers = [
-        Buffer(
-            [
-                torch.zeros(piece_elements, dtype=state_dtype, device=device)
-                for state_dtype in state_dtypes.values()
-            ]
-        )
-        for _ in range(PIECE_BUFFERS)
-    ]
-    master = None
-    if REST in state_dtypes:
-        master = torch.zeros(piece_elements, dtype=torch.float32, device=device)
-    stream_in = CommStream(device)
-    stream_out = CommStream(device)
-    in_turn = itertools.cycle(buffers)
-    return states, HostStates(piece_elements, in_turn, master, stream_in, stream_out)
+    return states, HostStates(piece_elements, state_dtypes, device)
 
 
-@dataclass(eq=False)
 class HostStates:
     """Streams optimizer states from page-locked host memory through the GPU, for their update.
 
@@ -683,16 +667,27 @@ class HostStates:
     host_update: join_master makes its master weights, the optimizer updates them, and split_master
     sets the new weights and the new rest. One buffer for joined master weights is enough, because
     host_update runs the pieces one after the other.
+
+    piece_elements: the largest number of elements in a piece. state_dtypes: of the states as the
+    host stores them, by name (Optimizer.stored_dtypes).
     """
 
-    piece_elements: int  # the largest number of elements in a piece
-    # the buffers in turn, without end; each has one tensor (piece_elements,) per state
-    buffers: Iterator[Buffer]
-    # (piece_elements,), float32: the joined master weights of a piece; None: the host stores them
-    # whole
-    master: Tensor | None
-    stream_in: CommStream
-    stream_out: CommStream
+    def __init__(
+        self, piece_elements: int, state_dtypes: dict[str, torch.dtype], device: torch.device
+    ):
+        self.piece_elements = piece_elements
+
+        def zeros(dtype: torch.dtype) -> Tensor:
+            return torch.zeros(piece_elements, dtype=dtype, device=device)
+
+        buffers = [
+            Buffer([zeros(dtype) for dtype in state_dtypes.values()]) for _ in range(PIECE_BUFFERS)
+        ]
+        self.buffers = itertools.cycle(buffers)  # in turn, without end
+        # the joined master weights of a piece; None: the host stores them whole
+        self.master = zeros(torch.float32) if REST in state_dtypes else None
+        self.stream_in = CommStream(device)
+        self.stream_out = CommStream(device)
 
     def begin(self) -> None:
         """Begin an update: its copies from the host must see what the last update wrote there."""

@@ -49,6 +49,7 @@ import train
 from attention import KERNELS, Attention, pick_kernel
 from data import own_file
 from model import LLaMA, param_count, plain_attention
+from ops import accumulation_dtype
 from optim import OPTIMIZERS, round_weight
 from planner import DTYPES, home_path
 from prepare import config_ids, load_tokenizer, named_tokens
@@ -234,13 +235,14 @@ def load_checkpoint(path: Path, tokenizer: str, device: torch.device, dtype: tor
         attention = Attention(pick_kernel(flags.attention, device, dtype))
 
     with torch.device("meta"):
-        model = LLaMA(cfg, attention).to(dtype).requires_grad_(False)
+        model = LLaMA(cfg, attention).requires_grad_(False)
+        for weight in model.parameters():  # they have no values yet, but get their dtypes
+            weight.data = as_in_training(weight.data, dtype)
     exported = OPTIMIZERS[flags.optimizer].exported  # the weights that an export would have
     read = checkpoint.open_weights(saved, model.shapes, exported)
     model.to_empty(device=device)
-    for name, weight in model.named_parameters():
-        # rounded as training rounds it; only one weight at a time is in memory twice
-        weight.copy_(round_weight(read(name), dtype))
+    for name, weight in model.named_parameters():  # only one weight at a time is in memory twice
+        weight.copy_(as_in_training(read(name), dtype))
 
     end_token = -1 if flags.document_token is None else flags.document_token
     if tokenizer == "bytes" or (not tokenizer and saved.meta.get("bytes_are_tokens") is True):
@@ -266,8 +268,8 @@ def load_hugging_face(
     _, source = hf.read_config(str(path))
     model = hf.load_model(str(path)).requires_grad_(False)
     for weight in model.parameters():
-        weight.data = round_weight(weight.data, dtype)  # rounded as training rounds it
-    model.to(device, dtype)
+        weight.data = as_in_training(weight.data, dtype)
+    model.to(device)
     cfg = model.cfg
     has_tokenizer = own_file(path / "tokenizer.json", path).exists()
     if tokenizer == "bytes" or (not tokenizer and not has_tokenizer and cfg.vocab == 256):
@@ -282,6 +284,14 @@ def load_hugging_face(
         )
     positions = within_window(cfg.max_positions, source)
     return Loaded(model, path, positions, positions, vocabulary)
+
+
+def as_in_training(weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a weight in the dtype that it has in training: a matrix in `dtype`, rounded as training
+    rounds it, and a norm or a bias in float32 or wider (ops.Vector)."""
+    if weight.dim() == 1:
+        return weight.to(accumulation_dtype(dtype))
+    return round_weight(weight, dtype)
 
 
 def within_window(positions: int, source: dict) -> int:

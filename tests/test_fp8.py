@@ -112,6 +112,17 @@ def test_casts_equal_the_formula():
     assert torch.all(torch.where(subnormal, halfway * 2**9, mantissa) % 2 == 0)
 
 
+@parametrize("prologue, width", [(ops.IDENTITY, 32), (ops.SWIGLU, 64)])
+def test_products_of_no_tokens(prologue, width):
+    """A rank without tokens may use a matrix with x[:0], as States.check_uses advises.
+
+    Catches a largest value of nothing, which PyTorch refuses.
+    """
+    x, w, dy = random_operands(tokens=3, width=width)
+    y, dx, dw = products_of(x[:0], w, dy[:0], prologue)
+    assert y.shape == dy[:0].shape and dx.shape == x[:0].shape and not dw.any()
+
+
 @parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_no_value_is_cut_off(dtype):
     """Casts by rows and by columns equal the formula, and each row keeps its largest value, whether

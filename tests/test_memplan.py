@@ -355,7 +355,7 @@ def as_on_a_gpu(one_kernel: Callable):
         # Functions that are one kernel on a GPU: compiled ones, products that cast on a CPU, and
         # those of float8, which a CPU emulates.
         fused = [(shard.States, "update_param")]
-        fused += [(ops, "matmul_fp32"), (ops, "weight_grad_into")]
+        fused += [(ops, name) for name in ("matmul_fp32", "weight_grad_into", "embedding_grad")]
         fused += [(fp8, "largest_values"), (fp8, "cast_both"), (fp8, "product")]
         fused += [
             (module, name)

@@ -245,6 +245,44 @@ def test_products_for_weights_add_up_in_float32(device):
     assert relative(out, earlier.double() + dy.double().t() @ x.double()) < 1e-6
 
 
+def test_gradient_of_an_embedding_adds_up_in_float32():
+    """The gradient of a bf16 embedding is the sum over all tokens, also if a few ids have most of
+    them.
+
+    Catches sums in bf16, which lose what is small beside the sum.
+    """
+    torch.manual_seed(0)
+    embed = m.Matrix(4, 8).bfloat16()
+    torch.nn.init.normal_(embed.weight)
+    tokens = torch.randint(4, (2, 5000))
+    dx = (torch.randn(2, 5000, 8) + 1).bfloat16()
+    ops.embedding(embed, tokens).backward(dx)
+    want = torch.zeros(4, 8, dtype=torch.float64)
+    want.index_add_(0, tokens.flatten(), dx.double().flatten(0, 1))
+    assert embed.weight.grad.dtype == torch.bfloat16
+    assert relative(embed.weight.grad, want) < 4e-3  # one rounding to bf16
+
+
+def test_swiglu_of_a_transposed_tensor():
+    """The gradients of SwiGLU do not depend on how its input lies in memory.
+
+    Catches gradients that are written into a copy.
+    """
+    torch.manual_seed(0)
+    down = m.Matrix(5, 6).double()
+    torch.nn.init.normal_(down.weight)
+    gate_up = torch.randn(3, 2, 12).double().requires_grad_()
+    dy = torch.randn(2, 3, 5).double()
+    y = ops.project(down, ops.SWIGLU, gate_up.transpose(0, 1))
+    gate, up = gate_up.transpose(0, 1).chunk(2, -1)
+    plain = F.linear(F.silu(gate) * up, down.weight)
+    inputs = gate_up, down.weight
+    for ours, want in zip(
+        torch.autograd.grad(y, inputs, dy), torch.autograd.grad(plain, inputs, dy)
+    ):
+        assert relative(ours, want) < 1e-12
+
+
 GELU = ops.Prologue(  # as in Prologue's docstring
     lambda u: (F.gelu(u),),
     lambda da, u: (F.gelu(u), torch.ops.aten.gelu_backward(da, u)),
