@@ -248,7 +248,10 @@ def check_values(program) -> None:
             names = [t.__name__ for t in types if t is not type(None)]
             raise ValueError(f"{flag_name(name)} {value!r} must be of type {' or '.join(names)}")
         if among and value not in among:
-            raise ValueError(f"{flag_name(name)} {value}: choose one of {', '.join(among)}")
+            hint = ""
+            if name in ("architecture", "optimizer", "schedule"):  # a fork may add rows
+                hint = ". Another row exists only if this program imports the module that adds it"
+            raise ValueError(f"{flag_name(name)} {value}: choose one of {', '.join(among)}{hint}")
         if type(value) in (int, float) and not low <= value <= high:  # rejects NaN, too
             raise ValueError(f"{flag_name(name)} {value}: choose a value from {low} to {high}")
     if program.memplan == "on" and program.document_token not in (None, -1):

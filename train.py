@@ -600,7 +600,8 @@ def choose_device(cfg: Config, local_rank: int) -> torch.device:
     if cfg.device == "auto" and not gpus and (cfg.seq or 0) > LONGEST_ON_CPU:
         raise ValueError(
             f"--seq {cfg.seq}: there is no GPU here, or PyTorch does not see it. A CPU would take "
-            f"hours for a step. Pass --device cpu if you want that, or --seq {LONGEST_ON_CPU}"
+            f"hours for a step. Pass --device cpu if you want that, or --seq {LONGEST_ON_CPU}. To "
+            "plan for GPUs without having them, run planner.py"
         )
     if cfg.device == "cpu" or (cfg.device == "auto" and not gpus):
         return torch.device("cpu")
@@ -1082,6 +1083,12 @@ def print_data(run: Run) -> None:
     paths = [source.path for source in parse_mixture(cfg.data)]
     for note in built_in_notes(paths):
         print0(note)
+    has_tokenizer = cfg.import_folder and Path(cfg.import_folder, "tokenizer.json").exists()
+    if run.meta["bytes_are_tokens"] and has_tokenizer:
+        print0(
+            f"The tokens of this text are its bytes, but {cfg.import_folder} has a tokenizer. To "
+            f"use it, pass --tokenizer {shlex.quote(cfg.import_folder)}"
+        )
     if len(sources) == 1:
         return
 
@@ -2113,6 +2120,11 @@ def end_loop(run: Run, states: States, stop: Stop, log: TextIO, state: LoopState
     failure = state.failure or saver.failed or state.export_failed
     if not failure and state.step > run.start_step:
         print0(closing_advice(run, state, drawn=not stop.reason))
+    elif not failure and run.resumed and state.step >= cfg.steps > 0 and not cfg.export:
+        print0(
+            f"The run has done its {cfg.steps} steps, so nothing was trained. To train on, pass a "
+            f"larger --steps, such as {2 * cfg.steps}"
+        )
     return failure
 
 

@@ -4,8 +4,9 @@ optim.OPTIMIZERS, and a flag of train.py chooses a row.
 To switch one on, write `import examples.NAME` in train.py, below its other imports, and pass its
 flag. For example, `import examples.gemma` and `python train.py --architecture gemma`. A checkpoint
 records the flag, so a resumed run keeps it. Without the import, the resume stops with an error that
-names the missing row. To sample from such a model or to plan for it, write the same line in
-sample.py or planner.py. To make a fork of your own, copy the module, rename its row, and edit it.
+names the missing row. To plan for such a model, write the same line in planner.py. sample.py needs
+no line, because it imports train.py. To make a fork of your own, copy the module, rename its row,
+and edit it.
 
     NAME        what it changes                              flag and rows                  lines
     alibi       attention: a penalty for distance, whose     --attention alibi                 43

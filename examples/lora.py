@@ -16,7 +16,7 @@ Example: no plan trains all 8B weights on 512K tokens and one H100, because a st
 second, 75.1 GiB on the GPU, 56.3 GiB on the host. It does not count adding the two products:
 
     planner.py --model llama3-8b --architecture lora --cluster h100x1 --ranks 1 --seq 512K --batch 1
-    train.py --init hf:DIR --architecture lora --seq 512K --batch 1
+    train.py --init hf:DIR --architecture lora --tokenizer DIR --data TEXT --seq 512K --batch 1
 """
 
 from model import ARCHITECTURES, Architecture, Block, LLaMA, Matrix
