@@ -730,6 +730,64 @@ def planned_memory(bench: Bench, step: Step) -> dict:
     }
 
 
+def long_rows(ranks: int) -> list[Row]:
+    """Return the rows of table long: our step, and each peer with several settings."""
+    # fmt: off
+    rows = [
+        Row("ours"),
+        Row("ours planned memory",          "--memplan on"),
+        Row("ours full recompute",          "--recompute full"),
+        Row("ours full swap",               "--alpha 1 --resident-layers 2"),
+        Row("ours bf16 moments",            "--moments bf16"),
+        Row("ours bf16 states",             "--moments bf16 --grad-sums dtype"),
+        Row("ours fp8",                     "--products fp8"),
+        Row("ours fp8 and bf16 moments",    "--products fp8 --moments bf16"),
+        Row("ours fp8 and bf16 states",     "--products fp8 --moments bf16 --grad-sums dtype"),
+    ]
+    # fmt: on
+    sharded_peers = [
+        "fsdp2 none",
+        "fsdp2 half-selective",
+        "fsdp2 three-quarters-selective",
+        "fsdp2 selective",
+        "fsdp2 selective host",
+        "fsdp2 full",
+        "fsdp2 full host",
+        "deepspeed none",
+        "deepspeed half-selective",
+        "deepspeed selective",
+        "deepspeed full",
+    ]
+    rows += [Row(label, f"--sp {ranks} --strategy zero3") for label in sharded_peers]
+    other_peers = [
+        "transformers fp32",
+        "transformers bf16",
+        "transformers fp32 liger",
+        "transformers bf16 full",
+        "transformers bf16 liger",
+        "transformers bf16 liger full",
+        "transformers bf16 by-layer",
+        "transformers bf16 by-layer half",
+        "transformers bf16 by-layer three-quarters",
+        "transformers bf16 by-layer full",
+        "transformers bf16 by-layer liger-loss full",
+    ]
+    rows += [Row(label) for label in other_peers]
+    in_float8 = [
+        "transformers bf16 fp8",
+        "transformers bf16 fp8 full",
+        "transformers bf16 fp8 by-layer",
+        "transformers bf16 fp8 by-layer half",
+        "transformers bf16 fp8 by-layer three-quarters",
+        "transformers bf16 fp8 by-layer full",
+        "transformers bf16 fp8 by-layer liger-loss",
+        "transformers bf16 fp8 by-layer liger-loss half",
+        "transformers bf16 fp8 by-layer liger-loss full",
+    ]
+    rows += [Row(label, "--products fp8") for label in in_float8]
+    return rows
+
+
 def make_tables(ranks: int, nodes: int, short_seq: int) -> dict[str, Table]:
     """Return every table for this number of ranks and nodes, by its name. short_seq: the tokens of
     a short sequence.
@@ -737,14 +795,11 @@ def make_tables(ranks: int, nodes: int, short_seq: int) -> dict[str, Table]:
     Example: on 4 ranks, the row "ours in halves" of table shard is --p 2 --g 2 --os 2, and the
     table's second variant is --batch 32.
     """
-    half = max(1, ranks // 2)
     # lengths that need all ranks: 2, 4, 8 and 16 short sequences per rank
     seqs = [f"--seq {n * ranks * short_seq}" for n in (2, 4, 8, 16)]
     # every rank runs whole layers on whole short sequences of its own
     data_parallel = f"--sp 1 --micro-batch 1 --recompute none --seq {short_seq}"
     batches = [f"--batch {n * ranks}" for n in (1, 2, 4, 8)]  # 1, 2, 4, 8 micro-batches
-
-    # fmt: off
     return {
         "machine": Table(
             "how fast this machine trains the largest model that it holds, with many sequences of "
@@ -762,54 +817,25 @@ def make_tables(ranks: int, nodes: int, short_seq: int) -> dict[str, Table]:
         ),
         "long": Table(
             "our step beside FSDP2, DeepSpeed and transformers, on one sequence per step",
-            [
-                Row("ours"),
-                Row("ours planned memory",          "--memplan on"),
-                Row("ours full recompute",          "--recompute full"),
-                Row("ours full swap",               "--alpha 1 --resident-layers 2"),
-                Row("ours bf16 moments",            "--moments bf16"),
-                Row("ours bf16 states",             "--moments bf16 --grad-sums dtype"),
-                Row("ours fp8",                     "--products fp8"),
-                Row("ours fp8 and bf16 moments",    "--products fp8 --moments bf16"),
-                Row("ours fp8 and bf16 states",
-                    "--products fp8 --moments bf16 --grad-sums dtype"),
-                Row("fsdp2 none",                   f"--sp {ranks} --strategy zero3"),
-                Row("fsdp2 half-selective",         f"--sp {ranks} --strategy zero3"),
-                Row("fsdp2 three-quarters-selective",
-                    f"--sp {ranks} --strategy zero3"),
-                Row("fsdp2 selective",              f"--sp {ranks} --strategy zero3"),
-                Row("fsdp2 selective host",         f"--sp {ranks} --strategy zero3"),
-                Row("fsdp2 full",                   f"--sp {ranks} --strategy zero3"),
-                Row("fsdp2 full host",              f"--sp {ranks} --strategy zero3"),
-                Row("deepspeed none",               f"--sp {ranks} --strategy zero3"),
-                Row("deepspeed half-selective",     f"--sp {ranks} --strategy zero3"),
-                Row("deepspeed selective",          f"--sp {ranks} --strategy zero3"),
-                Row("deepspeed full",               f"--sp {ranks} --strategy zero3"),
-                Row("transformers fp32"),
-                Row("transformers bf16"),
-                Row("transformers fp32 liger"),
-                Row("transformers bf16 full"),
-                Row("transformers bf16 liger"),
-                Row("transformers bf16 liger full"),
-                Row("transformers bf16 by-layer"),
-                Row("transformers bf16 by-layer half"),
-                Row("transformers bf16 by-layer three-quarters"),
-                Row("transformers bf16 by-layer full"),
-                Row("transformers bf16 by-layer liger-loss full"),
-                Row("transformers bf16 fp8",        "--products fp8"),
-                Row("transformers bf16 fp8 full",   "--products fp8"),
-                Row("transformers bf16 fp8 by-layer", "--products fp8"),
-                Row("transformers bf16 fp8 by-layer half", "--products fp8"),
-                Row("transformers bf16 fp8 by-layer three-quarters", "--products fp8"),
-                Row("transformers bf16 fp8 by-layer full", "--products fp8"),
-                Row("transformers bf16 fp8 by-layer liger-loss", "--products fp8"),
-                Row("transformers bf16 fp8 by-layer liger-loss half", "--products fp8"),
-                Row("transformers bf16 fp8 by-layer liger-loss full", "--products fp8"),
-            ],
+            long_rows(ranks),
             flags="--batch 1",
             variants=seqs,
             takes="rows model seq batch micro_batch",
         ),
+        **parallelism_tables(ranks, nodes, seqs, data_parallel, batches),
+        **planning_tables(ranks, seqs),
+        **profile_tables(seqs, f"{data_parallel} {batches[0]}"),
+    }
+
+
+def parallelism_tables(
+    ranks: int, nodes: int, seqs: list[str], data_parallel: str, batches: list[str]
+) -> dict[str, Table]:
+    """Return the tables of how ranks share states, sequences, matrices and layers. The arguments
+    are those of make_tables, and flags that it makes of them."""
+    half = max(1, ranks // 2)
+    # fmt: off
+    return {
         "shard": Table(
             "sharding factors beside those of FSDP2, without recomputation",
             [
@@ -872,6 +898,15 @@ def make_tables(ranks: int, nodes: int, short_seq: int) -> dict[str, Table]:
             takes="rows model seq",
             min_ranks=2,
         ),
+    }
+    # fmt: on
+
+
+def planning_tables(ranks: int, seqs: list[str]) -> dict[str, Table]:
+    """Return the tables of what is planned: addresses, the place of optimizer states, whole plans.
+    seqs: of make_tables."""
+    # fmt: off
+    return {
         "memplan": Table(
             "PyTorch's allocators beside planned addresses",
             [
@@ -884,6 +919,20 @@ def make_tables(ranks: int, nodes: int, short_seq: int) -> dict[str, Table]:
             takes="rows model seq",
             look=planned_memory,
         ),
+        "offload": Table(
+            "optimizer states on the GPU and on the host",
+            [
+                Row("as planned"),
+                Row("states on the GPU",            "--os-place gpu"),
+                Row("states on the host",           "--os-place host"),
+                Row("states on the host in the open",
+                    "--os-place host "
+                    "--overlap param_gather,grad_scatter,grad_reduce,param_broadcast"),
+            ],
+            flags="--batch 1",
+            variants=seqs,
+            takes="rows model seq batch",
+        ),
         "plans": Table(
             "the planner's best plans, with the seconds per step that it predicts for each",
             plan_rows,
@@ -891,6 +940,15 @@ def make_tables(ranks: int, nodes: int, short_seq: int) -> dict[str, Table]:
             takes="model seq batch tp pp",
             min_ranks=2,
         ),
+    }
+    # fmt: on
+
+
+def profile_tables(seqs: list[str], data_parallel_step: str) -> dict[str, Table]:
+    """Return the tables of what PyTorch's profiler finds. seqs: of make_tables. data_parallel_step:
+    flags of a step with one micro-batch of a short sequence."""
+    # fmt: off
+    return {
         "trace": Table(
             "how many milliseconds of communication are exposed, according to PyTorch's profiler",
             [
@@ -898,7 +956,7 @@ def make_tables(ranks: int, nodes: int, short_seq: int) -> dict[str, Table]:
                 Row("ours g and os",                "--strategy zero2"),
                 Row("ours all",                     "--strategy zero3"),
             ],
-            flags=f"{data_parallel} {batches[0]}",
+            flags=data_parallel_step,
             takes="rows model",
             look=profiled,
             min_ranks=2,
@@ -916,20 +974,6 @@ def make_tables(ranks: int, nodes: int, short_seq: int) -> dict[str, Table]:
             variants=seqs,
             takes="rows model seq batch",
             look=profiled_waits,
-        ),
-        "offload": Table(
-            "optimizer states on the GPU and on the host",
-            [
-                Row("as planned"),
-                Row("states on the GPU",            "--os-place gpu"),
-                Row("states on the host",           "--os-place host"),
-                Row("states on the host in the open",
-                    "--os-place host "
-                    "--overlap param_gather,grad_scatter,grad_reduce,param_broadcast"),
-            ],
-            flags="--batch 1",
-            variants=seqs,
-            takes="rows model seq batch",
         ),
     }
     # fmt: on

@@ -203,7 +203,7 @@ class Plan:
 
     @property
     def trained_matrices(self) -> list[tuple[int, int]]:
-        """Return those of `matrices` that train in at least one layer."""
+        """Return (rows, columns) of each matrix of a layer that trains in at least one layer."""
         return [matrix for matrix, share in zip(self.matrices, self.trained_shares) if share]
 
     @property
@@ -868,8 +868,7 @@ def attention_backward_tensors(plan) -> list[TensorSize]:
         TensorSize("the kernel's dq", n, q, wide, alive),
         TensorSize("the kernel's two numbers per row", n, 2 * cfg.heads / groups, wide, alive),
     ]
-    shares_kv = cfg.heads * kv_groups > cfg.kv_heads * groups  # query heads of one head group
-    if shares_kv:  # several query heads add to the same dk and dv
+    if cfg.heads / groups > cfg.kv_heads / kv_groups:  # several query heads share dk and dv
         tensors.append(TensorSize("the kernel's dk and dv", n, kv, wide, alive))
 
     if plan.ring > 1:

@@ -891,7 +891,7 @@ def choose_document_token(corpora: list[Corpus], flag: int | None) -> int:
         raise ValueError(
             f"--data: its files must end documents with the same token, but document_token is "
             f"{said}. Write the same one into FILE.bin.json beside each, if their documents do end "
-            "with it. Otherwise prepare the files again, with one --document-token of prepare.py for all"
+            "with it. Otherwise prepare the files again, all with one --document-token"
         )
     (token,) = files
     return -1 if token is None else token

@@ -250,15 +250,12 @@ def check_values(program) -> None:
         if among and value not in among:
             hint = ""
             if name in ("architecture", "optimizer", "schedule"):  # a fork may add rows
-                hint = ". Another row exists only if this program imports the module that adds it"
+                hint = ". A fork's row exists only if this program imports the fork's module"
             raise ValueError(f"{flag_name(name)} {value}: choose one of {', '.join(among)}{hint}")
         if type(value) in (int, float) and not low <= value <= high:  # rejects NaN, too
             raise ValueError(f"{flag_name(name)} {value}: choose a value from {low} to {high}")
-    if program.memplan == "on" and program.document_token not in (None, -1):
-        raise ValueError(
-            "--memplan on cannot plan steps with documents, because the tensors of a step differ "
-            "with each batch's documents. Pass --memplan off, or --document-token -1"
-        )
+    if program.document_token is not None:
+        check_documents(program.memplan, program.document_token)
     by_hand = [
         flag_name(name)
         for name in ("alpha", "resident_layers", "chunk")
@@ -268,6 +265,15 @@ def check_values(program) -> None:
         raise ValueError(
             f"{' '.join(by_hand)} and --recompute {program.recompute} contradict each other. Drop "
             "one of them"
+        )
+
+
+def check_documents(memplan: str, document_token: int) -> None:
+    """Raise ValueError if --memplan on would have to plan steps with documents."""
+    if memplan == "on" and document_token >= 0:
+        raise ValueError(
+            "--memplan on cannot plan steps with documents, because the tensors of a step differ "
+            "with each batch's documents. Pass --memplan off, or --document-token -1"
         )
 
 

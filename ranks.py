@@ -121,7 +121,8 @@ def start_ranks(timeout: float) -> tuple[int, int, int]:
 
 def set_timeout(timeout: float) -> None:
     """Set the seconds that a collective of all ranks waits for a rank, instead of start_ranks'
-    timeout. Groups that are made later get timeouts of their own."""
+    timeout. Groups that are made later get timeouts of their own. (PyTorch has no public function
+    for this.)"""
     dist.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout))
 
 

@@ -287,8 +287,8 @@ def load_hugging_face(
 
 
 def as_in_training(weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return a weight in the dtype that it has in training: a matrix in `dtype`, rounded as training
-    rounds it, and a norm or a bias in float32 or wider (ops.Vector)."""
+    """Return a weight in the dtype that it has in training: a matrix in `dtype`, rounded as in
+    training, and a norm or a bias in float32 or wider (ops.Vector)."""
     if weight.dim() == 1:
         return weight.to(accumulation_dtype(dtype))
     return round_weight(weight, dtype)

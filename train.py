@@ -137,6 +137,7 @@ from planner import (
     DTYPES,
     Constraints,
     Hardware,
+    check_documents,
     check_values,
     flag,
     flag_name,
@@ -770,11 +771,7 @@ def open_sources(
             f"--document-token {document_token}: the model's vocabulary ends at token "
             f"{model.vocab - 1}"
         )
-    if document_token >= 0 and cfg.memplan == "on":
-        raise ValueError(
-            "--memplan on cannot plan steps with documents, because the tensors of a step differ "
-            "with each batch's documents. Pass --memplan off, or --document-token -1"
-        )
+    check_documents(cfg.memplan, document_token)
     return opened, document_token
 
 
@@ -1069,8 +1066,9 @@ def print_model(run: Run) -> None:
 
 
 def print_data(run: Run) -> None:
-    """Print the size of the data and where documents end. If there are several sources, also print
-    for each one its share of the samples, its size, and how many epochs of it the steps take."""
+    """Print the size of the data, where documents end, and whether an import's tokenizer lies
+    unused. If there are several sources, also print for each one its share of the samples, its
+    size, and how many epochs of it the steps take."""
     cfg = run.cfg
     sources = run.training.sources
     files = [file for source in sources for file in source.corpus.files]
@@ -2120,10 +2118,10 @@ def end_loop(run: Run, states: States, stop: Stop, log: TextIO, state: LoopState
     failure = state.failure or saver.failed or state.export_failed
     if not failure and state.step > run.start_step:
         print0(closing_advice(run, state, drawn=not stop.reason))
-    elif not failure and run.resumed and state.step >= cfg.steps > 0 and not cfg.export:
+    elif not failure and run.resumed and not cfg.export and 0 < cfg.steps <= state.step:
         print0(
-            f"The run has done its {cfg.steps} steps, so nothing was trained. To train on, pass a "
-            f"larger --steps, such as {2 * cfg.steps}"
+            f"Nothing was trained, because the run had reached --steps {cfg.steps}. To train on, "
+            f"pass a larger --steps, such as {2 * state.step}"
         )
     return failure
 

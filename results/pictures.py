@@ -131,7 +131,8 @@ def draw_layer(path: Path) -> None:
     ax.text(
         3.13,
         4.48,
-        "lse: log-sum-exp of attention. h: residual stream after attention. gate|up: SwiGLU's inputs",
+        "lse: log-sum-exp of attention. h: residual stream after attention. "
+        "gate|up: SwiGLU's inputs",
         va="center",
         fontsize=8,
     )
@@ -166,7 +167,7 @@ SHARD_SHADES = {  # half of the parameters -> the colors of its quarters
 
 
 def draw_shards(path: Path) -> None:
-    """Draw which of eight ranks hold which part of the model states, for two choices of p, g, os."""
+    """Draw which of eight ranks hold which part of the model states, for two choices of factors."""
     fig, ax = canvas(9, 4.9)
     heading(
         ax, 0.1, 0.2, "Each of p, g and os says in how many parts one kind of model states is held"

@@ -343,7 +343,8 @@ TABLE_COLUMNS = {  # table of bench.py -> its columns between "tokens" and "comm
     "trace": ["step, s", "communication, ms", "exposed, ms", "GPU GiB"],
     "idle": ["sequences", "step, s", "idle, ms", "to the host, ms", "from the host, ms"],
     "memplan": [
-        *["step, s", "requests", "reserved GiB", "planned GiB", "lower bound", "solved in, s", "hits"]
+        *["step, s", "requests", "reserved GiB", "planned GiB", "lower bound", "solved in, s"],
+        "hits",
     ],
 }  # fmt: skip
 
@@ -453,8 +454,8 @@ def comparisons() -> dict[tuple[str, str, str], tuple[dict, dict]]:
     never a setting that a person chose. So of rows that differ in --host-memory, only those with
     the most count. The peer is the fastest of all that were tried. Both compute products in bf16,
     because a step whose products are in float8 is another one. A peer that calls our attention
-    kernels must have run the one that we ran; transformers calls PyTorch's. Where a peer came nearer
-    to its bound with settings that were tried only with another kernel, nothing is compared.
+    kernels must have run the one that we ran; transformers calls PyTorch's. Nothing is compared
+    where a peer came nearer to its kernel bound with settings that ran only with another kernel.
     """
     rows_of = {}
     for row in newest(read_rows("long")):
@@ -486,8 +487,9 @@ def comparisons() -> dict[tuple[str, str, str], tuple[dict, dict]]:
 
 
 def is_better_elsewhere(peer: dict, best: dict, fair: list[dict]) -> bool:
-    """Return whether a peer's row says that `best` is not its best: its settings are not among the
-    fair ones, which have our attention kernel, and it came nearer to its kernel bound."""
+    """Return whether a peer's row suggests that its settings are better than those of the row
+    `best`: they did not run with our attention kernel, as the rows `fair` did, and they came nearer
+    to their kernel bound."""
     tried = {row["label"] for row in fair}
     return peer["label"] not in tried and peer["bound_ratio"] > best["bound_ratio"]
 
@@ -561,8 +563,8 @@ def claim() -> str:
         f"{num_gpus(longest)} {gpu_of(longest)}s train LLaMA-7B on one sequence of "
         f"{longest['seq']:,} tokens: {which} takes {longest['step_s']:.0f} s, at "
         f"{longest['mfu_causal']:.1%} causal MFU. We compared {len(ratios)} settings with the "
-        f"fastest peer at its best: it took {ratios[least]:.2f} to {ratios[most]:.2f} times as long "
-        f"as this project. The least was {', '.join(least)}; the most was {', '.join(most)}."
+        f"fastest peer at its best: it took {ratios[least]:.2f} to {ratios[most]:.2f} times as "
+        f"long as this project. The least was {', '.join(least)}; the most was {', '.join(most)}."
     )
 
 
@@ -576,8 +578,9 @@ def normal() -> str:
     lengths = sorted(row["seq"] for row in rows)
     return paragraph(
         f"In our {len(rows)} rows of one sequence that are compared with peers, of "
-        f"{tokens_text(lengths[0])} to {tokens_text(lengths[-1])} tokens on H100s and H200s, MFU is "
-        f"{texts[0]}, and the percent of kernel bound {texts[1]}. Shorter steps are less efficient."
+        f"{tokens_text(lengths[0])} to {tokens_text(lengths[-1])} tokens on H100s and H200s, MFU "
+        f"is {texts[0]}, and the percent of kernel bound {texts[1]}. Shorter steps are less "
+        "efficient."
     )
 
 
@@ -871,10 +874,11 @@ def answer(topic: str) -> str:
         "the median.",
         "length": f"{num_gpus(longest)} {gpu_of(longest)}s have run a step of LLaMA-7B on "
         f"{longest['seq']:,} tokens, in {longest['step_s']:.0f} s.",
-        "communication": f"In a profiled step of four GPUs, at most {exposed:.0%} of it is exposed.",
+        "communication": f"In a profiled step of four GPUs, at most {exposed:.0%} of it is "
+        "exposed.",
         "predictions": f"For {len(held)} settings that were chosen before they were measured, the "
-        f"planner's seconds are {held[len(held) // 2]:.1%} off in the median, and {held[-1]:.1%} at "
-        "worst.",
+        f"planner's seconds are {held[len(held) // 2]:.1%} off in the median, and {held[-1]:.1%} "
+        "at worst.",
         "memory": f"The tensors of a step of 7B with {tokens_text(planned['seq'])} tokens take "
         f"{planned['planned_peak_gib']:.1f} GiB at planned addresses, where the lower bound is "
         f"{planned['lower_bound_gib']:.1f}. PyTorch's caching allocator reserves {caching_gib:.1f} "

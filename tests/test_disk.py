@@ -180,7 +180,8 @@ def test_resume_says_what_has_changed(tmp_path, capsys):
     """A resume prints what differs from the run that it goes on with.
 
     It names data of another size, another number of threads, because sums depend on it, and lines
-    of the log that are no step's row. Catches a change that nobody is told about.
+    of the log that are no step's row. If the run has ended, it says so. Catches a change, or a
+    command without effect, that nobody is told about.
     """
     words, out = tmp_path / "a.txt", tmp_path / "o"
     words.write_bytes(bytes(range(97, 123)) * 200)
@@ -202,6 +203,9 @@ def test_resume_says_what_has_changed(tmp_path, capsys):
     ):
         assert sentence in text
     assert read_log(out)[:2] == rows and len(read_log(out)) == 3
+    main(f"{flags} 3 --resume")
+    text = capsys.readouterr().out
+    assert "Nothing was trained, because the run had reached --steps 3. To train on, pass" in text
 
 
 @parametrize("flags", ["", "--save-async"])

@@ -676,6 +676,20 @@ def test_hf_tied_head_that_is_stored_too(kind, tmp_path, capsys):
     assert len(losses(tmp_path / "p")) == 1
 
 
+def test_hf_tokenizer_that_lies_unused_is_named(tmp_path, capsys):
+    """If an import has a tokenizer and the run does not use it, the run says so.
+
+    Catches a model that is trained on bytes, which it does not know, without a word.
+    """
+    hf_model(tmp_path / "in")
+    flags = f"--init hf:{tmp_path}/in --dry-run --out {tmp_path}/o"
+    main(flags)
+    assert "has a tokenizer" not in capsys.readouterr().out
+    (tmp_path / "in" / "tokenizer.json").write_text("{}")
+    main(flags)
+    assert f"has a tokenizer. To use it, pass --tokenizer {tmp_path}/in" in capsys.readouterr().out
+
+
 def test_untie_cannot_change_on_resume(tmp_path):
     """--untie is refused without an import, and may not change when a run is resumed.
 
