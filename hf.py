@@ -364,26 +364,47 @@ def open_tensors(folder: str) -> dict[str, object]:
 
 def read_index(root: Path) -> dict[str, str]:
     """Return {their name: file} of a folder's model.safetensors.index.json. Raises ValueError if it
-    cannot be read, or names a file that is not in the folder."""
+    cannot be read, is not of this form, or names a file that is not in the folder."""
     path = root / INDEX
     try:
-        weight_map = json.loads(own_file(path, root).read_text())["weight_map"]
-        files = {Path(file) for file in weight_map.values()}
+        index = json.loads(own_file(path, root).read_text())
+        fault = fault_of_index(index)
     except OSError as e:
         raise ValueError(f"--init hf:{root}: {path} cannot be read: {e}") from e
     except Exception as e:  # the file may hold anything
+        fault = repr(e)
+    if fault:
         raise ValueError(
-            f'--init hf:{root}: {path} is not of the form {{"weight_map": {{TENSOR: FILE}}}}: {e!r}'
-        ) from e
-    if not files:
-        raise ValueError(f"--init hf:{root}: {path} names no files")
-    for file in files:
+            f'--init hf:{root}: {path} is not of the form {{"weight_map": {{TENSOR: FILE}}}}: '
+            f"{fault}. Download the file again"
+        )
+
+    weight_map = index["weight_map"]
+    for file in map(Path, weight_map.values()):
         if file.is_absolute() or ".." in file.parts:
             raise ValueError(
                 f"--init hf:{root}: {path} names {file}, which is not in its folder. Only files of "
                 "the folder are read"
             )
     return weight_map
+
+
+def fault_of_index(index: object) -> str:
+    """Return what is wrong with the content of a model.safetensors.index.json, or "" if it has a
+    weight_map that gives each tensor the name of a file."""
+    if type(index) is not dict:
+        return f"it is {index!r:.60}, not an object"
+    if "weight_map" not in index:
+        return "it has no weight_map"
+    weight_map = index["weight_map"]
+    if type(weight_map) is not dict:
+        return f"its weight_map is {weight_map!r:.60}, not an object"
+    if not weight_map:
+        return "its weight_map is empty, so it names no files"
+    for their_name, file in weight_map.items():
+        if type(file) is not str or not file:
+            return f"its weight_map gives {their_name} {file!r:.60}, not the name of a file"
+    return ""
 
 
 def no_weights(folder: str) -> str:

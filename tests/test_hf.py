@@ -556,12 +556,9 @@ EMBED = {"model.embed_tokens.weight": "model-00002-of-00007.safetensors"}
         (same_tensor_twice, "says that model.embed_tokens.weight lies in .*, but it lies in model"),
         (weight_map(x="../x.safetensors"), "names ../x.safetensors, which is not in its folder"),
         (weight_map(x="/etc/passwd"), "names /etc/passwd, which is not in its folder"),
-        (weight_map(x=""), "cannot be read: .* is no regular file"),
-        (weight_map(x=None), "index.json is not of the form"),
+        (weight_map(x="."), "cannot be read: .* is no regular file"),
         (weight_map(x="config.json"), "config.json is truncated, or no safetensors file"),
         (index_text("{"), "index.json is not of the form .*weight_map.*JSONDecodeError"),
-        (index_text("[]"), "index.json is not of the form"),
-        (index_text('{"weight_map": {}}'), "index.json names no files"),
         (fifo_index, "index.json cannot be read: .*is no regular file"),
         (beside_the_index, "model.safetensors lies beside .*index.json, which names model-00001"),
         (
@@ -588,6 +585,33 @@ def test_hf_files_that_contradict_each_other_are_refused(change, message, tmp_pa
     with raises(ValueError, match=message) as refused:
         hf.open_weights(tmp_path, cfg)
     assert "save_pretrained" not in str(refused.value)
+
+
+@parametrize(
+    "text, fault",
+    [
+        ("[]", "it is \\[\\], not an object"),
+        ("null", "it is None, not an object"),
+        ("{}", "it has no weight_map"),
+        ('{"weight_map": {}}', "its weight_map is empty, so it names no files"),
+        ('{"weight_map": null}', "its weight_map is None, not an object"),
+        ('{"weight_map": ["a"]}', "its weight_map is \\['a'\\], not an object"),
+        ('{"weight_map": {"x": 5}}', "its weight_map gives x 5, not the name of a file"),
+        ('{"weight_map": {"x": null}}', "its weight_map gives x None, not the name of a file"),
+        ('{"weight_map": {"x": ["a"]}}', "its weight_map gives x \\['a'\\], not the name"),
+        ('{"weight_map": {"x": ""}}', "its weight_map gives x '', not the name of a file"),
+    ],
+)
+def test_hf_index_of_another_form_is_refused(text, fault, tmp_path):
+    """An index without a weight_map that names a file for each tensor is refused. The error names
+    the index, and says what is wrong with it.
+
+    Catches an error that only shows which operation of Python has failed.
+    """
+    (tmp_path / hf.INDEX).write_text(text)
+    message = f"{tmp_path}/{hf.INDEX} is not of the form .*: {fault}"
+    with raises(ValueError, match=message):
+        hf.open_tensors(tmp_path)
 
 
 def test_hf_explicit_files_of_weights_are_refused(tmp_path):
