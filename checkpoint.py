@@ -53,6 +53,7 @@ import math
 import os
 import re
 import shutil
+import stat
 import threading
 import time
 import zlib
@@ -113,10 +114,22 @@ def write_tensors(tensors: dict[str, Tensor], path: Path, metadata: dict[str, st
         raise OSError(f"{path}: {e}") from e
 
 
+@contextlib.contextmanager
+def name_in_errors(path: Path):
+    """Let an OSError of the block name the file. The system names it if it cannot be opened, but
+    not if a read from the open file fails."""
+    try:
+        yield
+    except OSError as e:
+        if str(path) in str(e):
+            raise
+        raise OSError(f"{path}: {e}") from e
+
+
 def checksum(path: Path) -> list[int]:
     """Return [size in bytes, crc32] of a file. Raises OSError."""
     crc32 = 0
-    with open(path, "rb") as file:
+    with name_in_errors(path), open(path, "rb") as file:
         while block := file.read(2**24):
             crc32 = zlib.crc32(block, crc32)
         return [file.tell(), crc32]
@@ -180,11 +193,14 @@ class Checkpoint:
 def open_checkpoint(folder: Path) -> Checkpoint:
     """Return the checkpoint in a folder.
 
-    Raises ValueError if anything in it is not as it was written, and PermissionError if this user
-    may not read it. It does not compare the checksums of the large files; find_damage does that.
+    Raises ValueError if anything in it is missing or not as it was written, and OSError if a file
+    cannot be read. It does not compare the checksums of the large files; find_damage does that.
     """
     try:
-        text = regular(folder / "meta.json").read_text()
+        meta_file = folder / "meta.json"
+        with name_in_errors(meta_file):
+            check_regular(meta_file, may_be_link=True)
+            text = meta_file.read_text()
         body, _, crc32 = text.rpartition(',\n "crc32": ')
         if crc32 != f"{zlib.crc32(body.encode())}\n}}\n":
             raise ValueError("meta.json is not what was written: its checksum differs")
@@ -192,23 +208,38 @@ def open_checkpoint(folder: Path) -> Checkpoint:
         check_meta(meta)
         saved = Checkpoint(folder, meta)
         for name, (size, _) in meta["files"].items():
-            if not os.path.lexists(folder / name):
-                raise ValueError(f"{name} is missing")
-            if (folder / name).is_symlink() or not (folder / name).is_file():
-                raise ValueError(f"{name} is no regular file")
-            size_now = (folder / name).stat().st_size
-            if size_now != size:
-                raise ValueError(f"{name} has {size_now} bytes, not {size}")
-            regular(folder / name)
+            with name_in_errors(folder / name):
+                size_now = check_regular(folder / name, may_be_link=False)
+                if size_now != size:
+                    raise ValueError(f"{name} has {size_now} bytes, not {size}")
         open_parts(saved)
-    except PermissionError as e:  # it may be whole, so --resume auto must not skip it
-        raise PermissionError(f"--resume: {e}") from e
+    except OSError as e:  # --resume auto must not skip it. A missing file is a ValueError here
+        raise OSError(f"--resume: {folder} may be whole, but cannot be read: {e}") from e
     except Exception as e:  # a file that anybody has written may raise any exception
         raise ValueError(
             f"--resume: {folder} is not a whole checkpoint: {e or repr(e)}; name another one in "
             "the same folder, if there is one"
         ) from e
     return saved
+
+
+def check_regular(path: Path, may_be_link: bool) -> int:
+    """Return the size of a checkpoint's file.
+
+    Raises ValueError if the file is missing or no regular file. Raises OSError if it cannot be
+    opened, or if the system cannot tell what it is: os.path.lexists would call it missing then.
+
+    may_be_link: accept a link to a regular file."""
+    try:
+        status = path.stat(follow_symlinks=may_be_link)
+    except (FileNotFoundError, NotADirectoryError) as e:
+        raise ValueError(f"{path.name} is missing: {e}") from e
+    except PermissionError as e:
+        raise may_not_read(path) from e
+    if not stat.S_ISREG(status.st_mode):
+        raise ValueError(f"{path.name} is no regular file")
+    regular(path)
+    return status.st_size
 
 
 def check_meta(meta: dict) -> None:
@@ -261,7 +292,8 @@ def open_parts(saved: Checkpoint) -> dict[str, SavedState]:
     Raises ValueError unless the parts of each state cover each element exactly once."""
     states = {}
     for file in saved.meta["files"]:
-        handle = safe_open(saved.folder / file, "pt")
+        with name_in_errors(saved.folder / file):
+            handle = safe_open(saved.folder / file, "pt")
         positions = handle.metadata() or {}
         if positions.keys() != set(handle.keys()):
             raise ValueError(f"{file} does not say where its tensors belong")
@@ -645,11 +677,12 @@ def steps_of(out: Path) -> list[Path]:
 
 
 def find_checkpoint(out: Path, resume: str, passed_over: Sequence[Path] = ()) -> Checkpoint | None:
-    """Return the checkpoint to continue from, or None to start anew. Raises ValueError, or
-    PermissionError.
+    """Return the checkpoint to continue from, or None to start anew. Raises ValueError, or OSError
+    if a file cannot be read.
 
     resume: --resume, which is "never", "latest", "auto" (the latest, if there is any) or a folder.
-    "latest" and "auto" skip a checkpoint that is not whole, and take the one before it.
+    "latest" and "auto" skip a checkpoint that is not whole, and take the one before it. They do not
+    skip one that cannot be read, because it may be whole.
     passed_over: folders to skip, because all ranks know that they are not whole."""
     if resume == "never":
         return None

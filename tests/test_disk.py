@@ -112,6 +112,64 @@ def test_unread_checkpoint_is_not_passed_over(tmp_path, monkeypatch):
     assert saved_steps(tmp_path) == [1]
 
 
+@slow
+def test_meta_json_that_cannot_be_read_ends_all_ranks(tmp_path):
+    """If the system cannot read a meta.json, all ranks end with an error that names the file. Once
+    it can be read again, the checkpoint is resumed.
+
+    Catches a short fault of the storage after which a run starts anew.
+    """
+    main(f"--out {tmp_path} --steps 1")
+    meta = tmp_path / "step-00000001" / "meta.json"
+    meta.rename(tmp_path / "meta.json")
+    meta.symlink_to("/proc/self/mem")  # Linux cannot read its first bytes: errno 5, without a name
+    flags = f"--out {tmp_path} --steps 2 --resume auto"
+    text = run(flags, 2, expect=1)
+    error = f"step-00000001 may be whole, but cannot be read: {meta}: .* Input/output error"
+    assert len(re.findall(f"ConfigError: --resume: .*{error}", text)) == 2
+    assert saved_steps(tmp_path) == [1]
+    meta.unlink()
+    (tmp_path / "meta.json").rename(meta)
+    assert f"resumed {meta.parent} at step 1" in run(flags, 2)
+
+
+@parametrize("file", ["meta.json", "rank-00000-0.safetensors"])
+def test_file_whose_status_is_unknown_is_not_missing(file, tmp_path, monkeypatch):
+    """If the system cannot tell whether a file of a checkpoint exists, the error names the file.
+
+    Catches a file that is called missing, so that its checkpoint is passed over.
+    """
+    system_stat = os.stat
+
+    def fail(path, *args, **options):
+        if str(path).endswith(file):
+            raise OSError(5, "Input/output error", str(path))
+        return system_stat(path, *args, **options)
+
+    main(f"--out {tmp_path} --steps 1")
+    monkeypatch.setattr(os, "stat", fail)
+    with raises(OSError, match=f"cannot be read: .*Input/output error: .*step-00000001/{file}"):
+        checkpoint.find_checkpoint(tmp_path, "auto")
+
+
+@parametrize("damage", ["a missing meta.json", "no folder", "no regular file"])
+def test_incomplete_checkpoints_are_passed_over(damage, tmp_path, capsys):
+    """A checkpoint whose meta.json is missing, or that is no folder, is passed over.
+
+    Catches an incomplete checkpoint that ends a run.
+    """
+    main(f"--out {tmp_path} --steps 1")
+    torn = tmp_path / "step-00000002"
+    if damage == "no folder":
+        torn.touch()
+    else:
+        torn.mkdir()
+        if damage == "no regular file":
+            os.mkfifo(torn / "meta.json")
+    assert checkpoint.find_checkpoint(tmp_path, "auto").meta["step"] == 1
+    assert f"passed over: --resume: {torn} is not a whole checkpoint" in capsys.readouterr().out
+
+
 def test_going_back_takes_the_log_and_later_checkpoints_back(tmp_path):
     """A run that goes back to an earlier step takes its log back, too, and moves later checkpoints
     aside, even if it ends before it saves.
