@@ -802,6 +802,8 @@ def working_moments(plan) -> dict[str, list[TensorSize]]:
     else:
         products = product_backward_tensors(plan)
         moments["backward of a chunk's products"] = backward + received + products
+        for name, tensors in pre_backward_moments(plan).items():
+            moments[name] = [angles, *received, *tensors]
     return moments
 
 
@@ -832,6 +834,15 @@ def layer_backward_tensors(plan) -> list[TensorSize]:
     return tensors
 
 
+def overwrites_qkv(plan) -> bool:
+    """Return whether attention's backward writes dq, dk and dv over q, k and v.
+
+    It does so if a layer runs in chunks, and the kernel gets only some of a rank's heads at a time.
+    """
+    one_call = plan.head_ranks * plan.head_groups == 1  # the kernel gets all of them at once
+    return plan.activations is not None and plan.activations.chunks > 1 and not one_call
+
+
 def attention_backward_tensors(plan) -> list[TensorSize]:
     """Return what attention's backward allocates in addition to layer_backward_tensors.
 
@@ -839,13 +850,10 @@ def attention_backward_tensors(plan) -> list[TensorSize]:
     """
     cfg, n, dtype, wide = plan.local_model, plan.tokens, plan.dtype, plan.accum_dtype
     q, kv = plan.head_group_widths
-    groups, kv_groups, kept = plan.head_groups, plan.kv_groups, plan.activations
+    groups, kv_groups = plan.head_groups, plan.kv_groups
     one_call = plan.head_ranks * groups == 1  # the kernel sees all heads of these tokens at once
     tensors = []
-
-    # if a layer runs in chunks, the gradients of a head group overwrite its q, k and v
-    in_place = kept is not None and kept.chunks > 1 and not one_call
-    if not in_place:
+    if not overwrites_qkv(plan):
         tensors.append(TensorSize("dq, dk and dv", n, sum(plan.q_kv_widths), dtype))
 
     # with several head groups or all-to-alls, a group's inputs and gradients are copies, not views
@@ -929,6 +937,48 @@ def product_backward_tensors(plan) -> list[TensorSize]:
             TensorSize("n = norm(h), dn and dh", rows, cfg.dim, dtype, 3),
         ]
     return tensors
+
+
+def pre_backward_moments(plan) -> dict[str, list[TensorSize]]:
+    """Return the moments of block.pre's backward that may need most, if layers run in chunks.
+
+    The moments are in the layer's first chunk, when no chunk of the gradient from block.post is
+    freed yet, and dx of all chunks is allocated. Attention has freed do and the recomputed q, k and
+    v, so layer_backward_tensors is not what is alive here.
+    """
+    cfg, n, dtype = plan.local_model, plan.tokens, plan.dtype
+    own = plan.tokens_between_products
+    q, kv = plan.q_kv_widths
+    rows, own_rows = n / plan.chunks, own / plan.chunks
+    alive = [
+        TensorSize("dy, of the layer's output", own, cfg.dim, dtype),
+        TensorSize("dx, as far as it comes from block.post", own, cfg.dim, dtype),
+        TensorSize("dx, of the layer's input", own, cfg.dim, dtype),
+    ]
+    # if they overwrite saved q, k and v, they are counted among the skeletal activations
+    if recomputes_chunks(plan) or not overwrites_qkv(plan):
+        alive.append(TensorSize("dq, dk and dv", n, q + kv, dtype))
+    if recomputes_chunks(plan) and cfg.qk_norm:
+        alive.append(TensorSize("q and k before their norms", n, q + kv / 2, dtype))
+
+    dqkv = TensorSize("gradient of q|k|v of a chunk", rows, q + kv, dtype)
+    moments = {
+        "product of qkv": [
+            *alive,
+            dqkv,
+            TensorSize("n = norm(x), dn and dx of a chunk", own_rows, cfg.dim, dtype, 3),
+            *float8_backward_tensors(plan, rows, q + kv + cfg.dim),
+        ]
+    }
+    if cfg.qk_norm:
+        # autograd joins the gradients of q and k before their norms with dv, which is still a view
+        # of the gradient after the norms
+        moments["norms of q and k"] = [
+            *alive,
+            dqkv._replace(copies=2),
+            TensorSize("gradients before the norms", rows, q + kv / 2, dtype),
+        ]
+    return moments
 
 
 def whole_layer_moments(plan) -> dict[str, list[TensorSize]]:
