@@ -1,6 +1,7 @@
 """Show that the parts of sequences, matrices and the depth are each computed once."""
 
 import itertools
+from dataclasses import replace
 from types import SimpleNamespace
 
 import torch
@@ -152,3 +153,33 @@ def test_documents_on_a_ring_are_those_of_the_whole_sequence(ranks):
     Catches a query that sees a key of another document, or misses one of its own.
     """
     on_ranks(ranks, documents_on_ring_worker, 12 * ranks, ranks)
+
+
+def ring_sums_worker() -> None:
+    """Sum gradients that a made-up kernel returns in bf16, on each rank of a ring of four."""
+    ring = attention.Ring(Groups(), 4, 4, CommStream(torch.device("cpu")))
+    op = attention.Attention("cpu", ring=ring)
+    # one gradient per call: of three rectangles, and last of the square. Their sum is 258. From 256
+    # to 512, numbers of bf16 are 2 apart, so in bf16 both 256 + 0.5 and 256 + 1 are 256 again
+    gradients = iter((256.0, 0.5, 0.5, 1.0))
+
+    def backward(do, q, k, v, o, lse, mask):
+        gradient = next(gradients)
+        return [torch.full_like(x, gradient) for x in (q, k, v)]
+
+    op.kernel = replace(op.kernel, backward=backward)
+    q, k, v, o, do = torch.zeros(5, 1, 8, 2, 4, dtype=torch.bfloat16)
+    lse = torch.zeros(1, 1, 2, 8)
+    dq, dk, dv = op.backward(lambda: (do, []), q, k, v, o, lse)
+    # each step's rectangle has the late queries of this rank, and the early keys of another one
+    for name, grad in {"dq": dq[:, 4:], "dk": dk[:, :4], "dv": dv[:, :4]}.items():
+        assert grad.dtype == torch.bfloat16 and grad.eq(258).all(), (name, grad.unique())
+
+
+def test_sums_of_a_ring_are_float32():
+    """On a ring of four ranks, dq, dk and dv in bf16 are sums that are rounded only once.
+
+    Catches sums of dk and dv that go around in bf16, and so are rounded on each rank. Cases that
+    train on a ring of four in bf16 pass in spite of this, because the error is within their bounds.
+    """
+    on_ranks(4, ring_sums_worker)
