@@ -622,7 +622,7 @@ def covered_ms(spans: list[tuple]) -> float:
 KINDS = {
     "nccl": "communication",
     "Memcpy PtoP": "exchange",  # attention's all-to-alls, by copy engines (attention.Exchange)
-    "barrier": "exchange",  # a kernel that waits for the other ranks, before and after these
+    "barrier": "barrier",  # a kernel that waits for the other ranks, before and after these
     "Memcpy DtoH": "to the host",
     "Memcpy HtoD": "from the host",
     "Memset": "memset",
@@ -691,6 +691,7 @@ def waits_of(spans: dict[str, list]) -> dict:
         "idle_ms": sum(waits.values()),
         "communication_ms": covered_ms(spans["communication"]),
         "exchange_ms": covered_ms(spans["exchange"]),
+        "barrier_ms": covered_ms(spans["barrier"]),
         "to_host_ms": covered_ms(spans["to the host"]),
         "from_host_ms": covered_ms(spans["from the host"]),
         "waits": [[ms, *names] for names, ms in waits.most_common(5)],
@@ -1015,6 +1016,7 @@ COLUMNS = {
     "of it exposed":    ("exposed_ms",              ".1f"),
     "idle ms":          ("idle_ms",                 ".1f"),
     "exchange ms":      ("exchange_ms",             ".1f"),
+    "barrier ms":       ("barrier_ms",              ".1f"),
     "to host ms":       ("to_host_ms",              ".1f"),
     "from host ms":     ("from_host_ms",            ".1f"),
     "requests":         ("requests",                ","),

@@ -627,11 +627,16 @@ def test_predictions_are_what_was_measured():
         assert least_s < r["now_s"] / r["step_s"] < 1
         assert 0.99 < r["now_gib"] / r["gpu_gib"] < most_gib
         rows.remove(r)
-    # a row on two H200s whose layers swap all of their activations is slower than predicted, for a
-    # reason that is not known
-    (r,) = [r for r in rows if (r["label"], r["gpus"], r["alpha"]) == ("ours", 2, 1)]
-    assert 0.9 < r["now_s"] / r["step_s"] < 0.92
-    rows.remove(r)
+    # steps on two H200s whose layers swap all of their activations are slower than predicted, for a
+    # reason that is not known: without the lag by 9 %, with it by 3 and 6 %
+    swapping = [r for r in rows if (r["label"], r["gpus"], r["alpha"]) == ("ours", 2, 1)]
+    assert len(swapping) == 3
+    # the first step of a run with empty caches compiles its kernels
+    (compiling,) = [r for r in rows if r["model"] == "qwen3-8b"]
+    for r in [*swapping, compiling]:
+        assert 0.88 < r["now_s"] / r["step_s"] < 0.98
+        assert 0.99 < r["now_gib"] / r["gpu_gib"] < 1.01
+        rows.remove(r)
     # where a layer's tokens are one long chunk, bytes are counted a little high
     for r in rows:
         most_gib = 1.032 if r["chunk"] >= 2**16 else 1.01
