@@ -177,7 +177,8 @@ def peer_run(bench: Bench, cfg: Config) -> Run:
     """Return the run of a peer. Layers run whole, and attention has one head group, whose
     all-to-alls NCCL sends. It is planned for unlimited memory, because whether a peer fits is
     measured."""
-    cfg = replace(cfg, head_groups=1, ring=1, recompute="none", os_place="gpu")
+    cfg = replace(cfg, head_groups=1, ring=1, recompute="none")
+    cfg = replace(cfg, os_place="gpu", resident_states=None)
     run, *_ = plan_runs(bench, cfg, gpu_bytes=NO_LIMIT)
     # per_node 0: attention.make_exchange then takes NCCL rather than copies within a node
     return replace(run, plan=replace(run.plan, per_node=0))
@@ -466,7 +467,7 @@ def plan_fields(run: Run) -> dict:
     activations = plan.activations
     names = (
         "sp ring chunk tp tp_mode pp pp_chunks batch micro_batch micro_batches os_layout "
-        "os_place recompute head_groups optimizer grad_sums products keeps_casts"
+        "os_place resident_states recompute head_groups optimizer grad_sums products keeps_casts"
     ).split()
     return {
         **asdict(plan.factors),
@@ -586,6 +587,8 @@ def plan_of_step(bench: Bench, step: Step) -> dict:
     flags = f"--model {cfg.model} --seq {plan.seq} --batch {plan.batch}"
     if cfg.os_place:
         flags += f" --os-place {cfg.os_place}"
+    if cfg.resident_states is not None:
+        flags += f" --resident-states {cfg.resident_states}"
     if cfg.host_memory:
         flags += f" --host-memory {cfg.host_memory}"
     if cfg.gpu_memory:
@@ -1045,6 +1048,8 @@ def plan_text(row: dict) -> str:
             text += f", attention twice in {twice}"
     if row.get("os_place") == "host":
         text += ", os on the host"
+        if layers := row.get("resident_states"):
+            text += f" after {layers} layers"
     return text
 
 

@@ -124,6 +124,8 @@ class Plan:
     factors: Factors = Factors()
     os_layout: str = "intra"  # intra: each matrix is cut; inter: each matrix has one owner
     os_place: str = "gpu"  # where optimizer states lie: gpu, or host
+    # with os_place host: how many of a stage's first layers have their states on the GPU
+    resident_states: int = 0
     optimizer: str = "adamw"  # a row of optim.OPTIMIZERS, for matrices
     grad_sums: str = "fp32"  # dtype in which gradients of micro-batches add up: fp32, or dtype
     products: str = "dtype"  # of the layers: in dtype, or fp8 (fp8.py)
@@ -278,6 +280,20 @@ class Plan:
         """Return into how many parts a matrix is cut among the ranks that update it. In layout
         inter, one owner updates the whole p-shard of a matrix."""
         return self.factors.p if self.os_layout == "inter" else self.factors.os
+
+    @property
+    def resident_share(self) -> float:
+        """Return the share of the optimizer states that stay on the GPU although os_place is
+        "host". With the states of layers stay those of the embedding, which the forward needs
+        first. In a pipeline every stage is counted as if it had an embedding."""
+        if self.resident_states == 0 or self.os_place == "gpu":
+            return 0.0
+        params = sum(self.counts.trained_layer_params[: self.resident_states])
+        if self.pp > 1:
+            params = self.resident_states * max(self.counts.trained_layer_params)
+        if self.counts.trains_embedding or self.sums_vocab_grads:
+            params += math.prod(self.vocab_matrix)
+        return min(1.0, params / max(1, self.trained_params))
 
     @property
     def optimizer_bytes_per_param(self) -> int:
@@ -1151,8 +1167,11 @@ def memory_of_states(plan: Plan) -> tuple[dict[str, float], dict[str, float]]:
         memory["float8 casts"] = 2 * layers * sum(map(math.prod, plan.float8_matrices))
     host = {}
     if plan.os_place == "host":
-        host["optimizer"] = memory.pop("optimizer")
+        states = memory.pop("optimizer")
+        host["optimizer"] = (1 - plan.resident_share) * states
         memory["streamed states"] = streaming_buffer_bytes(plan)
+        if plan.resident_states:
+            memory["resident states"] = plan.resident_share * states
     return memory, host
 
 
@@ -1778,8 +1797,9 @@ def streaming_seconds(est: Estimator, plan: Plan) -> float:
     """
     if plan.os_place != "host":
         return 0.0
-    moved = state_bytes(plan)["optimizer"]
-    return moved / est.profile.state_streaming / (plan.stage_layers * plan.micro_batches)
+    _, host = memory_of_states(plan)
+    layers = plan.stage_layers * plan.micro_batches
+    return host["optimizer"] / est.profile.state_streaming / layers
 
 
 def exposed_seconds(est, plan, compute, traffic, last_matrix=math.inf):

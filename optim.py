@@ -26,6 +26,11 @@ states in float32:
     host    10P/os bytes of page-locked host memory per rank, if weights are in bf16; the update
             streams them through the GPU in pieces, while the next forward runs (HostStates)
 
+With few tokens, the forward is shorter than the streaming, and layers wait for their new weights.
+So the states of the first layers may stay on the GPU, as far as it has room (--resident-states).
+They are stored as the host stores them, in 10P bytes of GPU memory, and no copy delays their
+update. While these layers run their forward, the states of the other layers stream.
+
 Why 10 bytes and not 12? The bf16 weight on the GPU is the upper half of the master weight, rounded.
 So the host keeps only the lower half, the *rest*, and join_master makes the master weight from the
 two. With other compute dtypes the host keeps the whole master weight. An optimizer need not know
@@ -47,7 +52,7 @@ import functools
 import itertools
 import math
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -608,39 +613,40 @@ def allocate_states(
     dtype: torch.dtype,
     device: torch.device,
     storage: str,
+    resident: Sequence[bool] = (),
 ) -> tuple[list[dict[str, Tensor]], "HostStates | None"]:
     """Allocate the states of all matrices, filled with zeros. A state of a matrix is (size,).
 
     sizes: how many elements of each matrix this rank owns. dtype: the compute dtype. storage: "gpu"
-    or "host".
+    or "host". resident: for each matrix, whether its states stay on the GPU although `storage` is
+    "host". The default is that none do.
 
     Returns the states of each matrix by name, as Optimizer.stored_dtypes lists them. If they are on
     the host, it also returns the HostStates that streams them through the GPU. Raises ConfigError
     if a rank gets no host memory. A collective of all ranks.
     """
     state_dtypes = optimizer.stored_dtypes(dtype, storage)
-    if storage == "gpu":
-        # one allocation per tensor, because a compiled update does not know that views of a large
-        # one are aligned
-        states = [
-            {
-                name: torch.zeros(size, dtype=state_dtype, device=device)
-                for name, state_dtype in state_dtypes.items()
-            }
-            for size in sizes
-        ]
-        return states, None
 
-    shapes = [
-        {
-            name: torch.empty(size, dtype=state_dtype, device="meta")
+    # on the GPU one allocation per tensor, because a compiled update does not know that views of a
+    # large one are aligned
+    def zeros(size: int, on: torch.device | str) -> dict[str, Tensor]:
+        return {
+            name: torch.zeros(size, dtype=state_dtype, device=on)
             for name, state_dtype in state_dtypes.items()
         }
-        for size in sizes
+
+    if storage == "gpu":
+        return [zeros(size, device) for size in sizes], None
+
+    resident = resident or [False] * len(sizes)
+    shapes = [zeros(size, "meta") for size, stays in zip(sizes, resident) if not stays]
+    pin = device.type == "cuda"
+    pinned = iter(all_or_none(pin_host_buffers, [buffer_bytes(shape) for shape in shapes], pin))
+    on_host = iter(shapes)
+    states = [
+        zeros(size, device) if stays else carve(next(pinned), next(on_host))
+        for size, stays in zip(sizes, resident)
     ]
-    on_gpu = device.type == "cuda"
-    pinned = all_or_none(pin_host_buffers, [buffer_bytes(shape) for shape in shapes], on_gpu)
-    states = [carve(memory, shape) for memory, shape in zip(pinned, shapes)]
 
     piece_elements = max(sizes, default=0)  # a pipeline stage may have only frozen weights
     if not optimizer.whole:
@@ -667,6 +673,9 @@ class HostStates:
     host_update: join_master makes its master weights, the optimizer updates them, and split_master
     sets the new weights and the new rest. One buffer for joined master weights is enough, because
     host_update runs the pieces one after the other.
+
+    States that stay on the GPU (--resident-states) are updated likewise, in pieces on host_update,
+    but without copies and buffers (`pieces_on_gpu`).
 
     piece_elements: the largest number of elements in a piece. state_dtypes: of the states as the
     host stores them, by name (Optimizer.stored_dtypes).
@@ -716,24 +725,46 @@ class HostStates:
                 torch._foreach_copy_(on_gpu, on_host, non_blocking=True)
             # waits for this piece's states; hidden by the forward, under which host_update runs
             wait(self.stream_in.record_event())
-            # in the order in which the optimizer declares its states
-            piece_states = {}
-            master = rest = None
-            for name, tensor in zip(states, on_gpu):
-                if name == REST:
-                    rest = tensor
-                    master = piece_states["master"] = self.master[: len(rest)]
-                    join_master(master, weight[piece], rest)
-                else:
-                    piece_states[name] = tensor
-            yield piece, piece_states
-            if rest is not None:
-                split_master(master, weight[piece], rest)
+            stored = dict(zip(states, on_gpu))
+            yield piece, self.join(stored, weight[piece])
+            self.split(stored, weight[piece])
             # this copy starts after the update; it is hidden by the next piece's copy from the host
             with self.stream_out.after_compute():
                 torch._foreach_copy_(on_host, on_gpu, non_blocking=True)
                 self.stream_out.done_reading(*on_gpu)
             buffer.event = self.stream_out.record_event()
+
+    def pieces_on_gpu(
+        self, states: dict[str, Tensor], weight: Tensor
+    ) -> Iterator[tuple[slice, dict[str, Tensor]]]:
+        """Yield a matrix whose states stay on the GPU, piece by piece: see stream_through."""
+        size = len(weight)
+        for start in range(0, size, self.piece_elements):
+            piece = slice(start, min(start + self.piece_elements, size))
+            stored = {name: state[piece] for name, state in states.items()}
+            yield piece, self.join(stored, weight[piece])
+            self.split(stored, weight[piece])
+
+    def join(self, stored: dict[str, Tensor], weight: Tensor) -> dict[str, Tensor]:
+        """Return the states of a piece as the optimizer gets them, in the order in which it
+        declares them: with the whole master weight instead of its rest.
+
+        stored: by name, each (n,), on the GPU. weight: (n,)."""
+        states = {}
+        for name, tensor in stored.items():
+            if name == REST:
+                states["master"] = self.master[: len(tensor)]
+                join_master(states["master"], weight, tensor)
+            else:
+                states[name] = tensor
+        return states
+
+    def split(self, stored: dict[str, Tensor], weight: Tensor) -> None:
+        """Set the weight and the rest of a piece from the master weight that `join` made and the
+        optimizer updated. Arguments: those of `join`."""
+        if REST in stored:
+            rest = stored[REST]
+            split_master(self.master[: len(rest)], weight, rest)
 
     def synchronize(self) -> None:
         """Let the host wait until its memory holds what the last update wrote."""

@@ -325,6 +325,9 @@ class Constraints:
         "auto", "Where optimizer states lie. From the host they stream through the GPU during the "
         "next forward. auto: the faster place that fits, on a tie the GPU.",
         among=("auto", "gpu", "host"))
+    resident_states: Count = flag(
+        None, "With states on the host: the number of first layers whose states stay on the GPU, "
+        "where nothing delays their update. auto: as many as shorten the step.", 0)
     moments: str = flag(
         "fp32", "Dtype of AdamW's two moments of a matrix. bf16 takes 4 bytes per parameter less, "
         "and rounds them stochastically. Either kind resumes from the other.",
@@ -1021,6 +1024,12 @@ def state_choices(c, plan, exhaustive=True):
     def why_not(p, g, os):
         if whole and (plan.tp > 1 or p > 1 or c.os_layout == "intra"):
             return f"--optimizer {c.optimizer} needs whole matrices: --os-layout inter --p 1 --tp 1"
+        if c.resident_states and c.os_layout == "inter" and os > p:
+            return (
+                "--resident-states: with --os-layout inter the ranks own whole matrices, so some "
+                "would keep more states on their GPUs than others. Choose --os-layout intra, or "
+                f"--resident-states 0, or as many --os as --p ({p})"
+            )
         reason = illegal(Factors(p, g, os), world, in_node)
         if reason and world < plan.ranks:
             return (
@@ -1033,6 +1042,18 @@ def state_choices(c, plan, exhaustive=True):
     if layout == "auto":
         layout = "inter" if whole else "intra"
     places = ("gpu", "host") if c.os_place == "auto" else (c.os_place,)
+    if c.resident_states:
+        if c.os_place == "gpu":
+            raise ValueError(
+                f"--resident-states {c.resident_states}: with --os-place gpu all states stay on "
+                "the GPU. Drop one of the two flags"
+            )
+        places = ("host",)
+        if c.resident_states > plan.stage_layers:
+            raise ValueError(
+                f"--resident-states {c.resident_states}: a GPU has {plan.stage_layers} layers; at "
+                f"most {plan.stage_layers} can keep their states there"
+            )
     candidates = map(astuple, legal_factors(world, in_node))
     for factors in legal_choices(c, ["p", "g", "os"], candidates, why_not):
         # if p > 1, a rank has whole weights of only a few layers at a time. Kept casts of all
@@ -1044,8 +1065,20 @@ def state_choices(c, plan, exhaustive=True):
                     "factors": Factors(**factors),
                     "os_layout": layout,
                     "os_place": place,
+                    "resident_states": c.resident_states or 0,
                     "keeps_casts": keeps_casts,
                 }
+
+
+def most_resident_states(c, plan):
+    """Return of how many layers the planner may keep the optimizer states on the GPU, if other
+    states are on the host. In layout inter it keeps none, unless all ranks own the same."""
+    if plan.os_place == "gpu" or c.resident_states is not None:
+        return plan.resident_states
+    owners = plan.factors.os // plan.factors.p
+    if plan.os_layout == "inter" and owners > 1:
+        return 0
+    return plan.stage_layers
 
 
 def most_sharded_states(c, plan, exhaustive=False):
@@ -1070,6 +1103,7 @@ SHAPE = (
 LEAST_FLOAT8_GAIN = 0.03  # below it, a plan says that --products fp8 gives little
 LEAST_GRAPH_GAIN = 0.01  # from it on, a plan says what --memplan on gives
 TIE = 0.002  # plans whose times differ by less than this share tie
+LEAST_WAIT = 0.001  # waits for states on the host matter if they take this share of a step
 PRUNE_FACTOR = 1.3  # a plan that takes this many times as long as the best one is not looked at
 NEVER = {"never": math.inf}  # the seconds of a plan that does not fit
 
@@ -1168,7 +1202,7 @@ class Search:
         judges a shape by a cheap bound, the seconds of a step that recomputes nothing. The result
         is sorted by a closer bound, best_case."""
         cases = []
-        for shape in sort_by_bound(self.hardware, shapes, with_states=False):
+        for shape in sort_by_bound(self.hardware, shapes):
             if skip(shape):
                 continue
             case = best_case(self.c, shape, self.hardware, self.least_bytes)
@@ -1208,7 +1242,7 @@ class Search:
             return
         plans = self.possible_states(shape, skip)
         plans = [plan for plan in plans if states_of(plan) not in tried_states]
-        for plan in sort_by_bound(self.hardware, plans, with_states=True):
+        for plan in sort_by_bound(self.hardware, plans, self.c):
             if skip(plan):
                 break
             self.price(plan)
@@ -1281,15 +1315,21 @@ def nothing_fits(c, too_large, hardware):
     )
 
 
-def sort_by_bound(hardware, plans, with_states):
-    """Return plans with a lower bound of their seconds, fastest first. with_states: count the
-    seconds of model states, too. The plans then come from best_case, and still have its activation
-    plan. With states its copies to the host might take longer, but a better activation plan could
-    avoid that. So the bound counts no more seconds of copies than best_case does."""
+def sort_by_bound(hardware, plans, c=None):
+    """Return plans with a lower bound of their seconds, fastest first.
+
+    c: the constraints, to count the seconds of model states, too. The plans then come from
+    best_case, and still have its activation plan. With states its copies to the host might take
+    longer, but a better activation plan could avoid that. So the bound counts no more seconds of
+    copies than best_case does. And it counts the states of as many layers as possible on the GPU,
+    whether they fit or not."""
     timed = []
     for plan in plans:
-        seconds = step_seconds(hardware.est, plan, with_states)
-        if with_states:
+        if c is None:
+            seconds = step_seconds(hardware.est, plan, states=False)
+        else:
+            most_resident = replace(plan, resident_states=most_resident_states(c, plan))
+            seconds = step_seconds(hardware.est, most_resident)
             seconds["copies"] = min(seconds["copies"], plan.seconds["copies"])
         timed.append(replace(plan, seconds=seconds))
     return sorted(timed, key=token_s)
@@ -1308,7 +1348,10 @@ def with_room(c, shape, plans, hardware):
     without_states = activations + sum(shape.memory[name] for name in ("messages", "working"))
     may_fit = []
     for plan in plans:
-        memory, host = memory_of_states(plan)
+        memory, _ = memory_of_states(plan)
+        # what stays on the GPU takes no host memory
+        most_resident = replace(plan, resident_states=most_resident_states(c, plan))
+        _, host = memory_of_states(most_resident)
         least = replace(plan, memory=memory | {"others": without_states}, host=host)
         if worst_ratio(least, hardware) <= 1 + 1e-9:
             may_fit.append(plan)
@@ -1436,6 +1479,40 @@ def worst_ratio(plan, hardware):
 
 
 def fit(c, plan, hardware):
+    """Return the plan with its resident states, its activation plan, its bytes and its seconds,
+    which are infinite if it does not fit."""
+    first = fit_activations(c, plan, hardware)
+    most = most_resident_states(c, plan)
+    if most == plan.resident_states or not may_need_resident_states(first, hardware):
+        return first
+
+    # With more of them, layers wait less for states, and there is less room for activations. So the
+    # best count lies somewhere between: try every eighth of the layers, then all around the best
+    eighth = ceil_div(most, 8)
+    plans = {0: first}
+
+    def best_of(counts):
+        for count in counts:
+            if count not in plans:
+                with_states = replace(plan, resident_states=count)
+                plans[count] = fit_activations(c, with_states, hardware)
+        # on a tie the one with the fewest resident states
+        return min(sorted(plans), key=lambda n: (plans[n].step_s, worst_ratio(plans[n], hardware)))
+
+    near = best_of([*range(eighth, most, eighth), most])
+    return plans[best_of(range(max(0, near - eighth), min(most, near + eighth) + 1))]
+
+
+def may_need_resident_states(plan, hardware):
+    """Return whether a plan that streams all states from the host may be better if some of them
+    stay on the GPU: its layers wait for copies, or it does not fit the host."""
+    if plan.step_s < math.inf:
+        waits = plan.seconds["host_update"] + plan.seconds["copies"]
+        return waits >= LEAST_WAIT * plan.step_s
+    return plan.gpu_bytes <= hardware.gpu_budget
+
+
+def fit_activations(c, plan, hardware):
     """Return the plan with its activation plan, its bytes and its seconds, which are infinite if it
     does not fit."""
     plan, fits = with_activations(c, plan, hardware)
@@ -1670,7 +1747,7 @@ FLAGS_OF_CHOICE = {
     "ring": ("ring",),
     "head groups": ("head_groups",),
     "batch": ("batch", "micro_batch"),
-    "states": ("p", "g", "os", "strategy", "os_layout", "os_place"),
+    "states": ("p", "g", "os", "strategy", "os_layout", "os_place", "resident_states"),
     "activations": ("recompute", "chunk", "alpha", "resident_layers"),
 }
 
@@ -1684,6 +1761,8 @@ def choices(plan: Plan) -> dict[str, str]:
     states = f"p={f.p} g={f.g} os={f.os} {plan.os_layout}"
     if plan.os_place == "host":
         states += ", optimizer states on the host"
+    if plan.resident_states:
+        states += f", those of the first {plan.resident_states} layers on the GPU"
     if plan.keeps_casts:
         states += ", float8 casts kept for a step"
     return {
@@ -1758,6 +1837,7 @@ def command(plan: Plan, asked) -> str:
     values = vars(asked) | vars(plan) | asdict(plan.factors)
     values |= {"overlap": ",".join(plan.overlap) or "none", "strategy": ""}
     values |= {"dtype": asked.dtype, "optimizer": asked.optimizer}  # as flags spell them
+    values["resident_states"] = asked.resident_states  # chosen again, as the activation plan is
     if plan.recompute == "auto":
         values["recompute"] = asked.recompute
     if values["recompute"] != "auto":

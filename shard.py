@@ -76,7 +76,8 @@ it. "(on X)" means that stream X waits instead:
     param_broadcast  broadcast_params     the update of the layers that  unshard (p = 1),
                                           follow, the next forward       launch_param_gather
     host_update      update, if states    the next forward               broadcast_params (on
-                     are on the host                                     param_broadcast)
+                     are on the host                                     param_broadcast);
+                                                                         state_parts (the host)
     stream_in, _out  HostStates           the updates of other pieces    HostStates
                      .stream_through      of the states                  .stream_through
 
@@ -361,6 +362,8 @@ class Unit:
     next_params: Sequence[ShardedParam] = ()  # of the next unit
     # of the previous unit, if backward reads them
     previous_params: Sequence[ShardedParam] = ()
+    # whether its optimizer states are on the GPU although the others are on the host
+    has_resident_states: bool = False
     passes_done: int = 0  # backward passes of this step that are complete
     # index, in the order of backward, of the first gradient whose reduction is not launched yet
     next_to_scatter: int = 0
@@ -575,12 +578,17 @@ class States:
     num_chunks: int = 1  # token chunks of a layer; each contributes to the gradients in a pass
     decay: float = 0.1  # weight decay of matrices
     storage: InitVar[str] = "gpu"  # where optimizer states are; or "host" (optim.HostStates)
+    # with storage "host": how many of this stage's first layers have their states on the GPU. The
+    # embedding's states then stay there, too, because the forward needs it before the layers
+    resident_states: InitVar[int] = 0
     optimizer: Optimizer = ADAMW  # of matrices; its field `vectors` is that of vectors
     seed: int = 0  # of the run, for an optimizer that rounds at random
     # where gradients of several micro-batches add up: "fp32" (float32 or wider), or "dtype"
     grad_sums: str = "fp32"
 
-    def __post_init__(self, model: nn.Module, overlap: tuple[str, ...], storage: str):
+    def __post_init__(
+        self, model: nn.Module, overlap: tuple[str, ...], storage: str, resident_states: int
+    ):
         f = self.factors
         tp = self.groups.tp
         if self.optimizer.whole and (self.layout, f.p, tp) != ("inter", 1, 1):
@@ -613,7 +621,7 @@ class States:
         self.norm_grads: list[Tensor] = []
         self.make_groups()
         self.make_params(model)
-        self.make_states(storage)
+        self.make_states(storage, resident_states)
         self.add_frozen_parts()
         self.make_vectors(model)
 
@@ -818,16 +826,25 @@ class States:
             contributions=contributions,
         )
 
-    def make_states(self, storage: str) -> None:
+    def make_states(self, storage: str, resident_states: int) -> None:
         """Allocate the optimizer states of all matrices that train, as zeros.
 
         Of the ranks that hold the same states, one saves them to checkpoints and adds the gradients
         of the same elements to the global norm.
         """
+        # the first units, up to the last layer whose states stay on the GPU
+        layers_left = resident_states
+        for unit in self.units:
+            if layers_left == 0:
+                break
+            unit.has_resident_states = True
+            layers_left -= unit.is_layer
+
         params = [param for unit in self.units for param in unit.trained_params]
         sizes = [len(param.owned_param) for param in params]
+        resident = [param.unit.has_resident_states for param in params]
         states, self.host_states = allocate_states(
-            self.optimizer, sizes, self.dtype, self.device, storage
+            self.optimizer, sizes, self.dtype, self.device, storage, resident
         )
         for i, param in enumerate(params):
             param.states = states[i]
@@ -1356,7 +1373,9 @@ class States:
         """Update what this rank owns of a matrix: all at once, or piece by piece if its states are
         on the host."""
         pieces = [(slice(None), param.states)]
-        if self.host_states:
+        if self.host_states and param.unit.has_resident_states:
+            pieces = self.host_states.pieces_on_gpu(param.states, param.owned_param)
+        elif self.host_states:
             pieces = self.host_states.stream_through(param.states, param.owned_param)
         for piece, states in pieces:
             weight = param.owned_param[piece]
@@ -1425,6 +1444,9 @@ class States:
         is enqueued, so the copies of both must be complete by then."""
         if self.host_states:
             self.host_states.synchronize()
+            # states that stay on the GPU are written on this stream, and read on others
+            if event := self.streams["host_update"].record_event():
+                event.synchronize()
         return self.parts
 
     def load(self, weight: Callable[[str], Tensor]) -> None:

@@ -645,7 +645,9 @@ VALUES = {  # the keys of a case line, and the values that each one takes, its d
     "g": (1, 2, 4, 8),  # shards of gradients
     "os": (1, 2, 4, 8),  # shards of optimizer states
     "layout": ("intra", "inter"),  # --os-layout: each state is split evenly, or stays whole
-    "place": ("gpu", "host"),  # where optimizer states lie
+    # where optimizer states lie; "both": those of a stage's first layer and of the embedding on the
+    # GPU, the others on the host
+    "place": ("gpu", "host", "both"),
     "open": (0, 1),  # 1: nothing overlaps
     "keep": tuple(KEEPS),
     "chunks": (3, 1),  # token chunks per layer
@@ -721,7 +723,8 @@ def plan_of(case: dict) -> costs.Plan:
         chunk=chunk if KEEPS[value.keep] else tokens,
         factors=shard.Factors(value.p, value.g, value.os),
         os_layout=value.layout,
-        os_place=value.place,
+        os_place="gpu" if value.place == "gpu" else "host",
+        resident_states=int(value.place == "both"),
         optimizer=value.optimizer if value.moments == "fp32" else "adamw-bf16",
         grad_sums=value.sums,
         products=value.products,
@@ -1310,7 +1313,8 @@ def mechanisms(case: dict) -> set[str]:
         "os>g": value.os > value.g,
         "replicas": replicas > value.os,
         "inter": value.layout == "inter",
-        "host": value.place == "host",
+        "host": value.place != "gpu",
+        "resident states": value.place == "both",
         "no overlap": value.open == 1,
         "micro-batches": value.micro > 1,
         f"chunks {value.keep}": KEEPS[value.keep] is not None,
@@ -1329,8 +1333,9 @@ def mechanisms(case: dict) -> set[str]:
 
 MECHANISMS = sorted(
     "heads,ring,long ring,groups,tp msp,tp mtp,tp fsp,stages,virtual stages,p>1,g>p,os>g,replicas,"
-    "inter,host,no overlap,micro-batches,chunks x,chunks kept,chunks again,chunks swapped,"
-    "chunks mixed,chunks no-o,chunks no-x,chunks neither,documents,block norms,block fork,"
+    "inter,host,resident states,no overlap,micro-batches,chunks x,chunks kept,chunks again,"
+    "chunks swapped,chunks mixed,chunks no-o,chunks no-x,chunks neither,documents,"
+    "block norms,block fork,"
     "frozen base,frozen some,kv mha,kv mqa,bf16,whole matrices,moments bf16,products fp8,"
     "tied".split(",")
 )
@@ -1390,7 +1395,7 @@ def refusal_reason(case: dict) -> str | None:
     plan = plan_of(case)
     shared_fields = (
         "seq batch micro_batch sp ring tp tp_mode pp pp_chunks head_groups os_layout os_place "
-        "recompute chunk"
+        "resident_states recompute chunk"
     )
     constraints = planner.Constraints(
         **{name: getattr(plan, name) for name in shared_fields.split()},
@@ -1483,7 +1488,7 @@ ALONE = [
 2 docs=1 sp=2 ring=2 micro=2
 2 docs=1 sp=2 ring=2 model=mqa groups=2 keep=mixed
 4 docs=1 sp=4 ring=2 groups=2 keep=swapped
-2 keep=x sp=2 g=2 os=2 micro=4 place=host dtype=bf16
+2 keep=x sp=2 g=2 os=2 micro=4 place=both dtype=bf16
 2 keep=x p=2 g=2 os=2
 2 keep=swapped g=2 os=2
 2 keep=neither model=deep block=norms
@@ -1509,7 +1514,7 @@ PICKED = [
 4 os=4 layout=inter optimizer=muon place=host
 4 pp=4 parts=2 micro=4 model=deeper                     # 17 layers on 8 virtual stages
 4 frozen=some pp=2 parts=2 micro=2 keep=neither model=deeper os=2
-4 frozen=base p=2 g=2 os=2 micro=2                    # two replicas of all states
+4 frozen=base p=2 g=2 os=2 micro=2 place=both         # two replicas of all states
 4 p=1 g=2 os=2 layout=inter micro=2                   # the kept half is summed once at the end
 4 frozen=some tp=2 sp=2 g=2 os=2 micro=2 moments=bf16 products=fp8
 4 tp=2 sp=2 groups=2 kernel=alibi
@@ -1536,28 +1541,28 @@ PICKED = [
 1 dtype=bf16 micro=2 sums=dtype keep=mixed tied=1     # chunks add up in float32 first
 1 dtype=bf16 micro=2 sums=dtype products=fp8 moments=bf16
 2 dtype=bf16 micro=2 sums=dtype p=2 g=2 os=2 block=norms
-2 dtype=bf16 micro=2 sums=dtype os=2 place=host frozen=some
+2 dtype=bf16 micro=2 sums=dtype os=2 place=both frozen=some
 """.strip().splitlines()
 ]
 COVER = [
     make_case(line)
     for line in """
 1 model=mqa docs=1 layout=inter keep=swapped moments=bf16
-1 model=mha groups=2 layout=inter place=host open=1 keep=swapped
+1 model=mha groups=2 layout=inter place=both open=1 keep=swapped
 1 frozen=base model=mqa block=norms docs=1 layout=inter keep=neither optimizer=muon tied=1 \
   products=fp8
-2 model=mha block=norms docs=1 groups=2 p=2 g=2 os=2 layout=inter place=host open=1 keep=neither \
+2 model=mha block=norms docs=1 groups=2 p=2 g=2 os=2 layout=inter place=both open=1 keep=neither \
 dtype=bf16 moments=bf16
-2 model=mqa block=fork pp=2 layout=inter place=host open=1 keep=kept optimizer=muon tied=1
+2 model=mqa block=fork pp=2 layout=inter place=both open=1 keep=kept optimizer=muon tied=1
 2 frozen=base model=mha block=fork micro=2 groups=4 pp=2 parts=2 layout=inter open=1 keep=x \
   moments=bf16 products=fp8
 2 block=fork docs=1 layout=inter place=host open=1 keep=swapped optimizer=muon dtype=bf16 tied=1
 2 frozen=base model=mha block=norms docs=1 sp=2 groups=4 os=2 layout=inter open=1 keep=no-o \
   optimizer=muon tied=1 products=fp8
-2 block=norms docs=1 groups=2 pp=2 layout=inter place=host open=1 keep=again dtype=bf16
+2 block=norms docs=1 groups=2 pp=2 layout=inter place=both open=1 keep=again dtype=bf16
 2 frozen=base model=mqa block=norms sp=2 ring=2 g=2 os=2 layout=inter place=host open=1 \
   keep=no-x dtype=bf16 tied=1
-2 model=mqa block=norms docs=1 p=2 g=2 os=2 place=host open=1 keep=mixed dtype=bf16 tied=1 \
+2 model=mqa block=norms docs=1 p=2 g=2 os=2 place=both open=1 keep=mixed dtype=bf16 tied=1 \
   products=fp8
 2 frozen=some model=mha block=fork sp=2 ring=2 groups=2 os=2 layout=inter place=host keep=no-x \
   chunks=1 optimizer=muon
@@ -1576,17 +1581,17 @@ dtype=bf16 moments=bf16
 2 groups=2 os=2 layout=inter keep=mixed optimizer=muon dtype=bf16
 2 model=deeper block=norms docs=1 micro=2 groups=2 pp=2 parts=2 layout=inter keep=no-x
 2 model=mha block=fork docs=1 groups=2 tp=2 dtype=bf16 tied=1
-2 model=mha block=fork micro=2 groups=2 tp=2 mode=mtp layout=inter place=host open=1 dtype=bf16
+2 model=mha block=fork micro=2 groups=2 tp=2 mode=mtp layout=inter place=both open=1 dtype=bf16
 2 block=norms sp=2 ring=2 groups=2 os=2 place=host keep=kept
 4 groups=4 p=2 g=2 os=4 layout=inter place=host keep=swapped dtype=bf16
 4 block=fork sp=4 ring=4 p=2 g=4 os=4 keep=mixed moments=bf16
-4 block=fork sp=2 tp=2 mode=fsp g=2 os=2 place=host open=1
-4 model=mha sp=4 ring=4 p=2 g=2 os=2 layout=inter place=host keep=no-x
+4 block=fork sp=2 tp=2 mode=fsp g=2 os=2 place=both open=1
+4 model=mha sp=4 ring=4 p=2 g=2 os=2 layout=inter place=both keep=no-x
 4 model=mha sp=2 groups=2 pp=2 os=2 place=host open=1 keep=again moments=bf16 tied=1
 4 block=norms micro=2 groups=2 tp=2 pp=2 parts=2 layout=inter open=1
 4 model=mha micro=2 tp=2 mode=mtp pp=2 parts=2 keep=x tied=1
-4 model=deeper micro=2 sp=2 pp=2 parts=2 layout=inter place=host keep=no-o moments=bf16
-4 model=mha sp=2 ring=2 tp=2 p=2 g=2 os=2 place=host
+4 model=deeper micro=2 sp=2 pp=2 parts=2 layout=inter place=both keep=no-o moments=bf16
+4 model=mha sp=2 ring=2 tp=2 p=2 g=2 os=2 place=both
 4 block=fork docs=1 sp=2 tp=2 mode=mtp g=2 os=2 layout=inter place=host
 4 block=fork micro=2 sp=4 ring=4 p=2 g=4 os=4 layout=inter keep=kept
 4 block=norms sp=2 groups=2 layout=inter place=host open=1 keep=no-x
@@ -1849,7 +1854,7 @@ def test_misused_matrices_end_a_step():
     rank.
     """
     lines = ["2", "2 g=2 os=2 micro=2", "2 g=2 os=2 layout=inter micro=2", "2 os=2 micro=4"]
-    lines += ["2 p=2 g=2 os=2 keep=mixed", "2 p=2 g=2 os=2 open=1", "2 sp=2 os=2 place=host"]
+    lines += ["2 p=2 g=2 os=2 keep=mixed", "2 p=2 g=2 os=2 open=1", "2 sp=2 os=2 place=both"]
     lines += ["2 tied=1", "2 tied=1 p=2 g=2 os=2 micro=2 open=1"]
     text = on_ranks(2, misuse_matrices, lines)
     errors = Counter(re.findall(r"(?m)^(\S+ was used .*?); ", text))
@@ -2173,7 +2178,7 @@ RESUMES = [
 1 keep=kept
 2 p=2 g=2 os=2 open=1
 2 os=2 layout=inter groups=2 keep=mixed
-2 sp=2 g=2 os=2 keep=swapped place=host
+2 sp=2 g=2 os=2 keep=swapped place=both
 2 tp=2 mode=mtp keep=x
 2 tp=2 mode=mtp keep=swapped
 2 tp=2 mode=fsp micro=2
@@ -2191,7 +2196,7 @@ RESUMES = [
 2 p=2 g=2 os=2 place=host keep=kept
 2 micro=4 keep=again docs=1
 1 place=host keep=neither
-4 p=2 g=2 os=4 place=host micro=2
+4 p=2 g=2 os=4 place=both micro=2
 8 p=2 g=2 os=8 sp=8 ring=2
 8 pp=2 tp=2 os=2 micro=2
 1 micro=2

@@ -1241,6 +1241,7 @@ def build_model(run: Run, attention: Attention, groups: Groups) -> tuple[LLaMA |
         num_chunks=plan.chunks,
         decay=run.cfg.weight_decay,
         storage=plan.os_place,
+        resident_states=plan.resident_states,
         optimizer=OPTIMIZERS[plan.optimizer],
         seed=run.cfg.seed,
         grad_sums=plan.grad_sums,

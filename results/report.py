@@ -230,7 +230,10 @@ def plan_texts(row: dict, factors: Factors | None) -> list[str]:
     elif "activations" in row:
         texts.append("all layers stay on the GPU")
     if row.get("os_place") == "host":
-        texts.append("optimizer states on the host")
+        text = "optimizer states on the host"
+        if layers := row.get("resident_states"):
+            text += f", those of the first {layers} layers on the GPU"
+        texts.append(text)
     return texts
 
 
@@ -719,6 +722,7 @@ def plan_of(row: dict) -> Plan:
         "chunk",
         "os_layout",
         "os_place",
+        "resident_states",
         "optimizer",
         "grad_sums",
         "products",

@@ -77,7 +77,7 @@ REFUSED = [
         "rank of 0.0 GiB.*The command fixes .* --alpha 1",
     ),
     (
-        "train.py --os-place host --host-memory 1M",
+        "train.py --os-place host --resident-states 0 --host-memory 1M",
         "of any size .*, and 21.4 MiB of host memory per rank of 1.0 MiB.* states on the host",
     ),
     (

@@ -64,18 +64,24 @@ def test_legal_factors_and_their_bytes():
         ((2, 8, 8), "inter", "gpu", "adamw"),
         ((2, 2, 8), "inter", "host", "adamw"),
         ((1, 8, 8), "inter", "host", "muon"),  # its pieces are whole matrices
+        ((2, 2, 8), "intra", "both", "adamw"),
+        ((1, 1, 4), "intra", "both", "adamw-bf16"),
+        ((8, 8, 8), "inter", "both", "adamw"),  # each rank owns its p-shard of all matrices
     ],
 )
 def test_bytes_of_states_are_what_shard_allocates(factors, layout, place, optimizer, monkeypatch):
     """Rank 0 of 8 allocates the bytes of model states that are predicted, on the GPU and on the
     host, and the buffers through which states stream from the host. In layout inter, rank 0 owns
-    the largest matrix, which is larger than the mean of all owners.
+    the largest matrix, which is larger than the mean of all owners. Place "both": of two layers,
+    the first has its states on the GPU, and so has the embedding.
 
     Catches bytes of a dtype, of an owner or of a buffer that are not counted.
     """
     for module in (costs, optim):
         monkeypatch.setattr(module, "PIECE_ELEMENTS", 1000)
-    cfg = m.ModelConfig(128, 64, 1, 4, 2, 128, 16)  # matrices are multiples of 8 * 128 elements
+    both = place == "both"
+    # matrices are multiples of 8 * 128 elements
+    cfg = m.ModelConfig(128, 64, 2 if both else 1, 4, 2, 128, 16)
     plan = costs.Plan(
         cfg,
         torch.bfloat16,
@@ -85,15 +91,26 @@ def test_bytes_of_states_are_what_shard_allocates(factors, layout, place, optimi
         batch=8,
         factors=shard.Factors(*factors),
         os_layout=layout,
-        os_place=place,
+        os_place="host" if both else place,
+        resident_states=int(both),
         optimizer=optimizer,
     )
     dist.init_process_group("fake", rank=0, world_size=8, store=FakeStore())
     _, states, _ = built(planned_run(plan))
     gpu, host = costs.memory_of_states(plan)
-    for kind, size in states.bytes().items():
+    found = states.bytes()
+    if both:
+        stay = sum(
+            state.nbytes
+            for param in states.sharded_params.values()
+            for state in param.states.values()
+            if param.name.startswith(("embed.", "blocks.0."))
+        )
+        assert stay == gpu["resident states"]
+        found["optimizer"] -= stay
+    for kind, size in found.items():
         assert size == (gpu | host)[kind], kind
-    assert ("optimizer" in host) == (place == "host")
+    assert ("optimizer" in host) == (place != "gpu")
 
     buffers = []
     if states.host_states:
@@ -139,6 +156,12 @@ def test_step_seconds_are_counted_by_hand(tied, monkeypatch):
         ),
         ({"optimizer": 1e9}, {}, 28 * params / 1e9),
         ({"state_streaming": 1e9}, {"os_place": "host", **alone}, 10 * params / 1e9),
+        # the states of three of four layers, and of the embedding, are not streamed
+        (
+            {"state_streaming": 1e9},
+            {"os_place": "host", "resident_states": 3, **alone},
+            10 * (params - 3 * matrices - v * c) / 1e9,
+        ),
         ({"launch": launch}, {}, layers * (1 + 2 - layer)),
         # each head group launches kernels of its own
         ({"launch": launch}, {"head_groups": 4}, layers * (1 + 2 + 4 * (0.5 + 0.75) - layer)),

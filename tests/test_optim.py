@@ -315,10 +315,11 @@ def test_weight_and_rest_give_the_master_bit_for_bit():
 
 @parametrize("master", [0, 1, 2])
 @parametrize("dtype", [torch.float32, torch.bfloat16])
-@parametrize("storage", ["gpu", "host"])
+@parametrize("storage", ["gpu", "host", "both"])
 def test_states_have_the_order_that_an_optimizer_declares(storage, dtype, master, group):
     """An optimizer that unpacks `u.states.values()` gets its states in the order in which it has
-    declared them, whether they lie on the GPU or on the host.
+    declared them, whether they lie on the GPU or on the host, or stay on the GPU although others
+    are on the host ("both").
 
     Catches a joined master weight that comes last, so that another state is updated as if it were
     the weight. master: its position among the states.
@@ -326,10 +327,14 @@ def test_states_have_the_order_that_an_optimizer_declares(storage, dtype, master
     names = ["momentum", "ema"]
     names.insert(master, "master")
     optimizer = optim.Optimizer(optim.adamw, tuple(map(optim.State, names)))
-    (states,), host_states = optim.allocate_states(optimizer, [8], dtype, CPU, storage)
+    place = "gpu" if storage == "gpu" else "host"
+    stays = storage == "both"
+    (states,), host_states = optim.allocate_states(optimizer, [8], dtype, CPU, place, [stays])
     weight = torch.ones(8, dtype=dtype)
     pieces = [(slice(None), states)]
-    if host_states:
+    if stays:
+        pieces = host_states.pieces_on_gpu(states, weight)
+    elif host_states:
         host_states.begin()
         pieces = host_states.stream_through(states, weight)
     for _, piece_states in pieces:
@@ -351,7 +356,8 @@ def states_in(place: str, layout: str, factors: shard.Factors, moments: str) -> 
         torch.bfloat16,
         factors=factors,
         layout=layout,
-        storage=place,
+        storage="gpu" if place == "gpu" else "host",
+        resident_states=int(place == "both"),
         optimizer=optimizer,
     )
 
@@ -387,38 +393,58 @@ def all_values(states: shard.States) -> dict[str, torch.Tensor]:
     return values
 
 
+def list_streamed(states: shard.States) -> list[str]:
+    """Return the names of the matrices whose states stream from the host."""
+    if states.host_states is None:
+        return []
+    return [
+        param.name
+        for param in states.sharded_params.values()
+        if not param.unit.has_resident_states
+    ]
+
+
 def check_places(ranks: int, folder: Path) -> None:
-    """Train in bf16 with states on the host and on the GPU, and assert that they have the same bits
-    after each step, one of which is skipped. Then resume each from the other's checkpoint, once
-    with the same and once with other sharding factors."""
+    """Train in bf16 with states on the GPU, on the host and in both places, and assert that they
+    have the same bits after each step, one of which is skipped. Then resume each from another's
+    checkpoint, with the same or with other sharding factors."""
     optim.PIECE_ELEMENTS = 1000  # each matrix has several pieces
     shard.SMALL_PIECE_ELEMENTS = 700
     split = shard.Factors(ranks, ranks, ranks)
     whole = shard.Factors(1, 1, 1)
     for i, (layout, moments) in enumerate([("intra", "fp32"), ("inter", "bf16")]):
         ours = split if layout == "intra" else shard.Factors(1, 1, ranks)
-        runs = [states_in(place, layout, ours, moments) for place in ("gpu", "host")]
-        for param in runs[1][1].sharded_params.values():
-            assert optim.REST in param.states and "master" not in param.states
+        places = ["gpu", "host", "both"]
+        runs = [states_in(place, layout, ours, moments) for place in places]
+        for _, states in runs[1:]:
+            for param in states.sharded_params.values():
+                assert optim.REST in param.states and "master" not in param.states
+        streamed = [list_streamed(states) for _, states in runs]
+        assert streamed[0] == [] and len(streamed[1]) == 10 and len(streamed[2]) == 5
         before = {}
         # a step with lr = 0 leaves the ties; the third step is skipped
         steps = [(0.0, True), (0.01, True), (0.01, False), (0.01, True)]
         for step, (lr, finite) in enumerate(steps):
             for llama, states in runs:
                 train_a_step(llama, states, step, lr, finite)
-            on_gpu, on_host = (all_values(states) for _, states in runs)
+            on_gpu, on_host, on_both = (all_values(states) for _, states in runs)
             for name in on_gpu:
                 assert torch.equal(on_gpu[name], on_host[name]), (step, name)
+                assert torch.equal(on_both[name], on_host[name]), (step, name)
                 if not finite:
                     assert torch.equal(on_host[name], before[name]), (step, name)
             before = on_host
         changed = on_host["master.embed.weight"]
         assert (changed.view(torch.int32) & 0xFFFF != 0).float().mean() > 0.5
 
-        for place, factors, other in (("host", ours, "gpu"), ("gpu", whole, "host")):
+        for place, factors, other in (
+            ("host", ours, "gpu"),
+            ("gpu", whole, "both"),
+            ("both", whole, "host"),
+        ):
             run = folder / f"{i}-{place}"
             run.mkdir(exist_ok=True)
-            save_checkpoint(runs[place == "host"][1], run, 4)
+            save_checkpoint(runs[places.index(place)][1], run, 4)
             llama, states = states_in(other, layout, factors, moments)
             checkpoint.load_checkpoint(states, checkpoint.find_checkpoint(run, "latest"))
             found = all_values(states)

@@ -310,6 +310,7 @@ BY_HAND = {
     "os": (1, 2, 4, 8),
     "strategy": ("ddp", "zero1", "zero2", "zero3", "mics:2", "zero1.5:4"),
     "os_place": ("gpu", "host"),
+    "resident_states": (0, 1, 7, 18, 26),
     "os_layout": ("intra", "inter"),
     "tp": (1, 2),
     "pp": (1, 2),
@@ -882,6 +883,12 @@ def test_planner_places_rings(tmp_path):
         ("--ranks 8 --sp 3 --tokenizer x", "--sp 3 .* 8 GPUs.* --sp 2 --ring 1"),
         ("--ranks 4 --tp 2 --os 4", "--tp 2 --pp 1 leave 2 of 4 ranks for the states"),
         ("--ranks 8 --pp 8 --alpha 0.5 --batch 8 --sp 1 --resident-layers 3", "at most 2 can stay"),
+        ("--resident-states 3 --os-place gpu", "--resident-states 3: with --os-place gpu all "),
+        ("--ranks 8 --pp 8 --pp-chunks 1 --resident-states 4", "states 4: .* 3 layers; at most 3"),
+        (
+            "--ranks 8 --os-layout inter --os 4 --p 2 --g 2 --resident-states 4",
+            "--resident-states: with --os-layout inter .*Nearest legal choices: .*--p 4 --g 4 --os 4",
+        ),
         ("--ranks 8 --tp 3", "--tp 3: .* 16 heads, 16 key/value .* --tp 2, --tp 4, --tp 8$"),
         ("--ranks 8 --per-node 4 --pp 16", "--pp 16 .*--pp 8 --pp-chunks 1"),
         ("--ranks 24 --per-node 4 --pp 4", "--pp 4 .* 24 GPUs, 4 per node, .*--pp 3 --pp-chunks 1"),
@@ -939,7 +946,8 @@ def test_planner_refuses(flags, message, capsys):
             "a step needs .* GiB per GPU of 57.0 .*p=2 g=2 os=2",
         ),
         (
-            "--model 65b --ranks 8 --batch 8 --seq 8K --cluster H100 --os-place host --sp 1",
+            "--model 65b --ranks 8 --batch 8 --seq 8K --cluster H100 --os-place host --sp 1 "
+            "--resident-states 0",
             "a step needs .*, and 76.0 GiB of host memory per rank of 61.2.* states on the host",
         ),
         (

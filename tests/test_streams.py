@@ -69,6 +69,7 @@ CASES = """
 2 dtype=bf16 keep=again                     # a gradient is cast, and then summed over replicas
 2 frozen=some p=2 g=2 os=2 micro=2          # frozen layers, first and in the middle
 2 frozen=some p=2 g=2 os=2 keep=swapped place=host
+4 pp=4 micro=4 place=both +save             # stages whose states all stay on the GPU
 2 frozen=base pp=2 micro=2 tied=1 keep=mixed
 2 frozen=some pp=2 parts=2 micro=2          # a stage without a backward
 4 sp=4 ring=2 groups=2 docs=1               # a ring between ranks that share heads; documents
