@@ -30,7 +30,7 @@ lint: .venv/ready
 MANY_RANKS := equals_one_process or resumed_under or counted_memory or flag_by_hand or \
               test_streams or look_at_positions
 test: lint
-	@echo "make test takes about 16 minutes on two idle cores. It runs two halves at once: each"
+	@echo "make test takes about 12 minutes on two idle cores. It runs two halves at once: each"
 	@echo "line begins with its half, and ends with how much of that half is done."
 	@$(MAKE) --no-print-directory -j2 test-many-ranks test-others
 

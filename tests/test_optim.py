@@ -398,9 +398,7 @@ def list_streamed(states: shard.States) -> list[str]:
     if states.host_states is None:
         return []
     return [
-        param.name
-        for param in states.sharded_params.values()
-        if not param.unit.has_resident_states
+        param.name for param in states.sharded_params.values() if not param.unit.has_resident_states
     ]
 
 
