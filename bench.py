@@ -742,8 +742,11 @@ def long_rows(ranks: int) -> list[Row]:
         Row("ours planned memory",          "--memplan on"),
         Row("ours full recompute",          "--recompute full"),
         Row("ours full swap",               "--alpha 1 --resident-layers 2"),
+        Row("ours streams all states",      "--os-place host --resident-states 0"),
         Row("ours bf16 moments",            "--moments bf16"),
         Row("ours bf16 states",             "--moments bf16 --grad-sums dtype"),
+        Row("ours streams all bf16 states", "--moments bf16 --grad-sums dtype "
+                                            "--os-place host --resident-states 0"),
         Row("ours fp8",                     "--products fp8"),
         Row("ours fp8 and bf16 moments",    "--products fp8 --moments bf16"),
         Row("ours fp8 and bf16 states",     "--products fp8 --moments bf16 --grad-sums dtype"),

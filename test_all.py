@@ -738,10 +738,15 @@ def plan_of(case: dict) -> costs.Plan:
 
 
 def groups_of(plan: costs.Plan, made: dict) -> Groups:
-    """Return a plan's process groups. `made` holds those of earlier cases, by (tp, pp)."""
+    """Return a plan's process groups. `made` holds those of earlier cases, by (tp, pp).
+
+    All share communicators, by name and ranks, because NCCL takes seconds to make one."""
     key = plan.tp, plan.pp
     if key not in made:
-        made[key] = Groups(tp=plan.tp, pp=plan.pp)
+        groups = Groups(tp=plan.tp, pp=plan.pp)
+        for others in made.values():
+            groups.made = others.made
+        made[key] = groups
     return made[key]
 
 
