@@ -1993,13 +1993,9 @@ def local_seconds(est, plan):
 # ---------------------------------------------------------------------------- seconds of a step
 
 
-def lost_seconds(
-    plan: ActivationPlan, layer: LayerBytes, s: LayerSeconds, bandwidth: float, busy: float
-) -> tuple[float, float]:
-    """Return (recomputation, waits), the seconds that a micro-batch loses because of its activation
-    plan, over all layers of a virtual stage. Backward recomputes; both passes wait for copies
-    (copy_waits, which explains bandwidth and busy).
-    """
+def recomputation_seconds(plan: ActivationPlan, s: LayerSeconds) -> float:
+    """Return the seconds in which a micro-batch's backward recomputes, over all layers of a virtual
+    stage."""
     n, m = plan.layers, plan.stride
     saved_layers = (plan.kept_chunks + plan.swapped_chunks) / plan.chunks
     recomputed_inputs = n - ceil_div(n, m)
@@ -2009,13 +2005,12 @@ def lost_seconds(
     # to recompute o, a layer needs q, k and v, so block.pre runs once more than s.recompute counts.
     # The last layer of a group is the exception: it uses the same q, k and v for its backward
     attention_inputs = dropped_outputs - dropped_outputs // m
-    recomputation = (
+    return (
         (n - saved_layers) * s.recompute
         + recomputed_inputs * s.post
         + attention_inputs * pre
         + dropped_outputs * s.attention
     )
-    return recomputation, copy_waits(plan, layer, s, bandwidth, busy)
 
 
 def copy_waits(
@@ -2110,14 +2105,11 @@ def step_seconds(est: Estimator, plan: Plan, states: bool = True) -> dict[str, f
     s = layer_seconds(est, plan)
     recomputation = waits = 0.0  # per layer
     if plan.activations:
-        lost = lost_seconds(
-            plan.activations,
-            skeletal_bytes(plan),
-            s,
-            est.profile.to_host,
-            streaming_seconds(est, plan),
-        )
-        recomputation, waits = (seconds / plan.virtual_stage_layers for seconds in lost)
+        recomputation = recomputation_seconds(plan.activations, s) / plan.virtual_stage_layers
+        busy = streaming_seconds(est, plan)
+        host = est.profile.to_host
+        waits = copy_waits(plan.activations, skeletal_bytes(plan), s, host, busy)
+        waits = waits / plan.virtual_stage_layers
 
     # a pass takes at least as long as the host takes to launch its kernels
     launch_forward, launch_backward = launch_seconds(est, plan)

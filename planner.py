@@ -99,11 +99,11 @@ from costs import (
     ceil_div,
     copy_waits,
     layer_seconds,
-    lost_seconds,
     memory_of_states,
     most_lag,
     most_swapped_chunks,
     nearest_kernel,
+    recomputation_seconds,
     skeletal_bytes,
     step_seconds,
     streaming_seconds,
@@ -562,6 +562,9 @@ def largest(holds, most):
     return least
 
 
+TRIED_CANDIDATES = 64  # how many candidates give a bound on what the best one loses
+
+
 @dataclass(frozen=True)
 class ActivationProgram:
     """The problem that plan_activations solves: layers, and the limits of memory and bandwidth."""
@@ -638,14 +641,42 @@ class ActivationProgram:
             able = candidates[can_swap]
 
             def waits(number):
-                plans = self.plans(able, number)
-                return copy_waits(plans, self.layer, self.s, self.bandwidth, self.busy)
+                return self.waits(self.plans(able, number))
 
             at_most = waits(swapped[can_swap]) + 1e-12
             swapped[can_swap] = largest(
                 lambda number: waits(number) <= at_most, fit_memory[can_swap]
             )
         return swapped
+
+    def lost_seconds(self, candidates: Candidates, swapped: np.ndarray) -> np.ndarray:
+        """Return the seconds that each candidate loses, by recomputation and by waits for copies.
+        swapped: how many chunks each of them swaps."""
+        plans = self.plans(candidates, swapped)
+        return recomputation_seconds(plans, self.s) + self.waits(plans)
+
+    def waits(self, plans: ActivationPlan) -> np.ndarray:
+        """Return the seconds that the layers of each plan wait for copies."""
+        return copy_waits(plans, self.layer, self.s, self.bandwidth, self.busy)
+
+    def may_be_best(self, candidates: Candidates, fit_memory: np.ndarray) -> np.ndarray:
+        """Return the indices of the candidates that may lose the least time.
+
+        This takes little time, and saves most of the time of `most_hidden`. At best a candidate
+        swaps all chunks that fit in memory, keeps as many as if it swapped none, and waits for no
+        copy. If it then still recomputes for longer than another candidate loses without swapping
+        any chunk, it is not the best. If nothing fits, all may be the best."""
+        fitting = np.flatnonzero((self.gpu >= candidates.gpu_bytes) & (fit_memory >= 0))
+        if not fitting.size:
+            return np.arange(len(fit_memory))
+        able = candidates[fitting]
+        none = np.zeros(fitting.size)
+        recomputed_s = recomputation_seconds(self.plans(able, none), self.s)
+        # how little time can be lost: tried with the candidates that recompute least
+        tried = np.argsort(recomputed_s)[:TRIED_CANDIDATES]
+        least = self.lost_seconds(able[tried], none[tried]).min()
+        at_best = recomputed_s - fit_memory[fitting] / self.chunks * self.s.recompute
+        return fitting[at_best <= least + 1e-12]
 
 
 def plan_activations(
@@ -666,8 +697,11 @@ def plan_activations(
 
     program = ActivationProgram(n, layer, s, chunks, bandwidth, gpu, host, busy)
     candidates = activation_candidates(n, layer, resident, must_swap=bool(alpha))
-    swapped_layers = n - candidates.k
     fit_memory = program.most_swapped(candidates)
+    if alpha is None:
+        may_be_best = program.may_be_best(candidates, fit_memory)
+        candidates, fit_memory = candidates[may_be_best], fit_memory[may_be_best]
+    swapped_layers = n - candidates.k
 
     # ---- how many chunks each candidate swaps
     if alpha is None:
@@ -684,8 +718,7 @@ def plan_activations(
 
     # ---- the candidate that loses the least time
     plans = program.plans(candidates, swapped)
-    recomputed_s, waited_s = lost_seconds(plans, layer, s, bandwidth, busy)
-    lost = np.where(feasible, recomputed_s + waited_s, np.inf)
+    lost = np.where(feasible, program.lost_seconds(candidates, swapped), np.inf)
     best = np.argmin(lost)  # on a tie the first: the smallest m, then the fewest swapped layers
     if lost[best] == np.inf:  # nothing fits: what fits the host comes first, then the least bytes
         beyond_host = candidates.host_bytes > max(0.0, host)
