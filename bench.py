@@ -63,6 +63,7 @@ from shlex import quote
 
 import torch
 import torch.distributed as dist
+from scipy import stats
 
 import costs
 import fp8
@@ -1268,6 +1269,8 @@ def measure_table(bench: Bench, args: argparse.Namespace) -> None:
     for label, *cells in (titles, *lines):
         print0(f"{label:<34}" + "".join(f"{cell:>16}" for cell in cells))
     print0(f"{'stopped; the rows so far are' if stopped else 'written'} in {bench.file}")
+    if args.table == "plans":
+        print0(order_in_words(bench.rows))
     if args.table == "machine":
         print0(MACHINE_LEGEND)
         for row in bench.rows:
@@ -1276,6 +1279,24 @@ def measure_table(bench: Bench, args: argparse.Namespace) -> None:
         print0(json.dumps({"file": str(bench.file), "rows": bench.rows}))
     if stopped:  # at once: in a collective, other ranks may wait for this one
         os._exit(130)
+
+
+def order_in_words(rows: list[dict]) -> str:
+    """Return how well the order of predicted seconds agrees with that of measured seconds: their
+    rank correlation (Spearman), and whether the plan that was predicted to be the fastest was the
+    fastest."""
+    rows = [row for row in rows if row.get("step_s") and row.get("predicted_s")]
+    if len(rows) < 3:
+        return f"{len(rows)} plans are too few to compare the orders of their seconds"
+    predicted = [row["predicted_s"] for row in rows]
+    measured = [row["step_s"] for row in rows]
+    correlation = stats.spearmanr(predicted, measured).statistic
+    chosen = measured[predicted.index(min(predicted))]
+    return (
+        f"rank correlation of predicted and measured seconds over {len(rows)} plans: "
+        f"{correlation:.2f} (1: the same order, 0: no relation). The plan that was predicted to be "
+        f"the fastest took {chosen:.4g} s, and the fastest one {min(measured):.4g} s"
+    )
 
 
 def duration(args: argparse.Namespace, bench: Bench) -> str:

@@ -341,6 +341,22 @@ def test_bench_counts_what_computation_waits_for():
     }
 
 
+def test_bench_compares_the_order_of_plans():
+    """Table plans says how well the predicted order of plans agrees with the measured one.
+
+    Two neighbours of four plans are swapped: the correlation is 1 - 6 * 2 / (4 * 15) = 0.8. A plan
+    that did not fit does not count. Catches a correlation of other columns, or of rows without a
+    time.
+    """
+    rows = [
+        {"predicted_s": predicted, "step_s": measured}
+        for predicted, measured in [(3.0, 3.5), (1.0, 2.0), (2.0, 1.5), (4.0, 9.0), (0.5, None)]
+    ]
+    text = bench.order_in_words(rows)
+    assert "over 4 plans: 0.80 " in text and "took 2 s, and the fastest one 1.5 s" in text
+    assert "2 plans are too few" in bench.order_in_words(rows[:2])
+
+
 @parametrize("word, recomputed", [("half", 2), ("three-quarters", 3), ("full", 4)])
 def test_bench_recomputes_as_many_layers_as_a_label_says(word, recomputed):
     """Of four layers of a peer, half recompute two, three-quarters three, and full four.
