@@ -2,9 +2,9 @@
 
 An optimizer is a function and a list of its states. The arithmetic of AdamW is a dozen lines
 (fused_adamw). AMSP splits each parameter matrix into p shards, and the optimizer states into os
-shards (section IV; shard.py). A rank updates only the elements whose states it owns. These are 1/os
-of each matrix. With --os-layout inter they are all of its p-shard for some matrices, and nothing of
-the remaining ones. Then shard.States sends the updated parameters to the ranks that hold them.
+shards (section IV; shard.py). A rank updates only the elements whose states it owns: by default
+1/os of each matrix. (With --os-layout inter, a rank owns its whole p-shard of some matrices, and
+nothing of the others.) Then shard.States sends the updated parameters to the ranks that hold them.
 
 To add an optimizer, write a function like `adamw` and a row of OPTIMIZERS, which --optimizer
 chooses. Its states are then sharded, saved, resumed, moved to the host and counted by the planner,
@@ -27,9 +27,9 @@ states in float32:
             streams them through the GPU in pieces, while the next forward runs (HostStates)
 
 With few tokens, the forward is shorter than the streaming, and layers wait for their new weights.
-So the states of the first layers may stay on the GPU, as far as it has room (--resident-states).
-They are stored as the host stores them, in 10P bytes of GPU memory, and no copy delays their
-update. While these layers run their forward, the states of the other layers stream.
+So with states on the host, those of the first layers may stay on the GPU, as far as it has room
+(--resident-states). They are stored as the host stores them, in 10 bytes per parameter, and no copy
+delays their update. While these layers run their forward, the states of the other layers stream.
 
 Why 10 bytes and not 12? The bf16 weight on the GPU is the upper half of the master weight, rounded.
 So the host keeps only the lower half, the *rest*, and join_master makes the master weight from the
@@ -92,8 +92,9 @@ class Update(NamedTuple):
     (rows, cols).
 
     One more Update per step, with the name "vectors", has all norms and biases that train, one
-    after the other in a flat tensor. It goes to Optimizer.vectors. The vectors are their own master
-    weights. So its `weight` is only scratch memory: write to it, but do not read it.
+    after the other in a flat tensor. It goes to Optimizer.vectors. A vector has no copy in the
+    compute dtype beside its state "master", which the model uses itself. So in this Update `weight`
+    is only scratch memory: write to it, but do not read it.
     """
 
     name: str  # of the parameter, as in a checkpoint
@@ -155,8 +156,8 @@ def global_norm(grads: list[Tensor], dtype: torch.dtype) -> Tensor:
 
 @dataclass(frozen=True)
 class State:
-    """One tensor that an optimizer keeps per matrix, such as a moment. A rank has only the elements
-    that belong to the elements of the matrix that it owns."""
+    """One tensor that an optimizer keeps per matrix, such as a moment. It has one element per
+    element of the matrix, and a rank holds it only for the elements that it updates."""
 
     name: str
     dtype: torch.dtype | None = None  # None: float32, or the compute dtype if that is wider
@@ -190,8 +191,8 @@ class Optimizer:
     exported: str = "master"  # the state that --export writes
 
     def dtypes(self, accum_dtype: torch.dtype) -> dict[str, torch.dtype]:
-        """Return the dtype of each state by name. accum_dtype: of states that name no dtype; it is
-        float32, or the compute dtype if that is wider."""
+        """Return the dtype of each state by name. accum_dtype: the dtype of states that name none.
+        It is float32, or the compute dtype if that is wider."""
         return {state.name: state.dtype or accum_dtype for state in self.states}
 
     def stored_dtypes(self, dtype: torch.dtype, storage: str) -> dict[str, torch.dtype]:
@@ -627,8 +628,8 @@ def allocate_states(
     """
     state_dtypes = optimizer.stored_dtypes(dtype, storage)
 
-    # on the GPU one allocation per tensor, because a compiled update does not know that views of a
-    # large one are aligned
+    # on the GPU each tensor has an allocation of its own: of a view of a larger tensor, a compiled
+    # update would not know that its address is aligned
     def zeros(size: int, on: torch.device | str) -> dict[str, Tensor]:
         return {
             name: torch.zeros(size, dtype=state_dtype, device=on)
@@ -674,8 +675,8 @@ class HostStates:
     sets the new weights and the new rest. One buffer for joined master weights is enough, because
     host_update runs the pieces one after the other.
 
-    States that stay on the GPU (--resident-states) are updated likewise, in pieces on host_update,
-    but without copies and buffers (`pieces_on_gpu`).
+    States that stay on the GPU (--resident-states) are updated in pieces on host_update, too, but
+    they are not copied and need none of the three buffers (`pieces_on_gpu`).
 
     piece_elements: the largest number of elements in a piece. state_dtypes: of the states as the
     host stores them, by name (Optimizer.stored_dtypes).
@@ -737,7 +738,8 @@ class HostStates:
     def pieces_on_gpu(
         self, states: dict[str, Tensor], weight: Tensor
     ) -> Iterator[tuple[slice, dict[str, Tensor]]]:
-        """Yield a matrix whose states stay on the GPU, piece by piece: see stream_through."""
+        """Yield the same as stream_through, for a matrix whose states stay on the GPU. Nothing is
+        copied to or from the host."""
         size = len(weight)
         for start in range(0, size, self.piece_elements):
             piece = slice(start, min(start + self.piece_elements, size))
