@@ -20,11 +20,16 @@ Legend:
     tp, pp       GPUs that share each layer's matrices; stages of a pipeline. A stage has pp_chunks
                  virtual stages
     chunk        tokens that a layer runs at once
-    n, k         n layers that backward reaches. The last k are resident: they are not swapped
-    alpha        the other n - k layers swap x and o, and this fraction of S_others (offload.py)
-    m            layers per group. Only the first layer of a group saves its input x
-    X            layers that drop attention's output o, and run attention again in backward
+    n, k         n layers that backward reaches. The last k are resident: they copy no activations
+                 to the host
+    alpha        the other n - k layers swap their input x, attention's output o, and this fraction
+                 of S_others, which are all other activations that they save (offload.py)
+    m            layers per group. Only the first layer of a group saves x
+    X            layers that drop o, and run attention again in backward
     d            lag: before layer i + d, compute waits for layer i's copies to the host
+
+    resident states    if optimizer states are on the host: how many of the first layers keep
+                       theirs on the GPU all the same. (Resident layers are about activations.)
 
 The command prints, among other things (columns, rows and ends of lines are left out):
 
@@ -48,25 +53,28 @@ attention's output, too, and run attention twice: 4 of 32 layers with sp 2, and 
 How the search works. Each degree of freedom is a function that lists its legal values. The degrees
 in SHAPE give everything but the sharding of model states, and their combinations are *shapes*.
 `state_choices` lists the shardings (p, g, os, and the GPU or the host for optimizer states), which
-the search compares for each shape. plan_activations then plans what layers keep. The search skips a
-shape if a lower bound of its seconds says that it cannot win. There are two rounds:
+the search compares for each shape. `fit` completes such a plan: plan_activations plans what layers
+keep, and if layers would wait for copies, several numbers of resident states are tried. The search
+skips a shape if a lower bound of its seconds says that it cannot win. There are two rounds:
 
     usual shapes      such as those with 4 head groups and with chunks of 16K or 8K tokens
     unusual shapes    all other values, if a bound says that they may be faster than the best plan
                       so far. Sizes of chunks are powers of two from 2K to 64K, or all tokens
 
-So hardly any flag set by hand finds a faster plan than the search without it. But of other values
-of a choice than the best one, the command prints only usual shapes: without --sp it says that sp 2
-takes 1806 s. Two plans tie if their times differ by less than 0.2 %. Of plans that tie,
+So hardly any flag set by hand finds a faster plan than the search without it. The printed
+alternatives to the best plan are less exact, because they come from usual shapes only: in the
+example with --batch 4, the command without --sp says that sp 2 takes 1806 s, and with --sp 2 it
+finds 1781 s. Two plans tie if their times differ by less than 0.2 %. Of plans that tie,
 `preference` takes the simpler one: a smaller tp, fewer stages, no host memory, a smaller sp, fewer
 shards. place_nodes orders the nodes of a cluster so that few bytes cross the spine of its switches
 (AMSP, section V-D).
 
 With tensor parallelism tp and a pipeline of pp stages, the R = ranks / (tp pp) ranks with the same
-stage and tp rank share model states and sequences. All stages use one activation plan. It is made
-for one micro-batch's pass through the largest virtual stage. Its memory is what the imaginary
-largest stage of costs.py leaves for activations, divided by the number of passes whose activations
-the first stage holds at once.
+stage and tp rank share model states and sequences. All stages use the same activation plan. It is
+made for one micro-batch's pass through the largest virtual stage. A stage holds the activations of
+several such passes at once, and the first stage those of the most. So each pass may use the memory
+that is left for activations, divided by this number. (What is left is counted for an imaginary
+stage that has the most of everything: costs.py.)
 
 Left out: a different activation plan for each stage.
 """
@@ -323,11 +331,13 @@ class Constraints:
         among=("auto", "intra", "inter"))
     os_place: str = flag(
         "auto", "Where optimizer states lie. From the host they stream through the GPU during the "
-        "next forward. auto: the faster place that fits, on a tie the GPU.",
+        "next forward, except those that --resident-states keeps on the GPU. auto: the faster "
+        "place that fits, on a tie the GPU.",
         among=("auto", "gpu", "host"))
     resident_states: Count = flag(
-        None, "With states on the host: the number of first layers whose states stay on the GPU, "
-        "where nothing delays their update. auto: as many as shorten the step.", 0)
+        None, "If optimizer states are on the host: how many of the first layers keep theirs on "
+        "the GPU all the same, so that no copy delays their update. A number above 0 implies "
+        "--os-place host. auto: as planned.", 0)
     moments: str = flag(
         "fp32", "Dtype of AdamW's two moments of a matrix. bf16 takes 4 bytes per parameter less, "
         "and rounds them stochastically. Either kind resumes from the other.",
@@ -377,7 +387,7 @@ class Constraints:
         None, "Fraction of the activations that a swapped layer swaps, besides its input and "
         "attention's output (Memo). auto: as planned.", 0, 1)
     resident_layers: Count = flag(
-        None, "The last layers, which copy nothing to the host. auto: as planned.", 2)
+        None, "How many of the last layers copy no activations to the host. auto: as planned.", 2)
     memplan: str = flag(
         "off", "on: plan the addresses of a step's tensors once. On one GPU that holds all model "
         "states and all activations, a step also becomes a CUDA graph. Python does not run in such "
@@ -387,7 +397,8 @@ class Constraints:
         None, "Bytes of a node's host memory for model states and activations, such as 400G. auto: "
         "7/8 of what the control group or the machine allows.", 0, 2**60)
     gpu_memory: Count = flag(
-        None, "Bytes of a GPU that may be used, such as 80G. auto: all.", 2**20, 2**60)
+        None, "Bytes of a GPU that may be used, such as 80G. A plan takes 95 % of them. auto: "
+        "all.", 2**20, 2**60)
     # fmt: on
     default_tokens: int = 0  # per step, if --batch is auto; batch_choices rounds it
     most_sequences: Count = None  # sequences that the data has
@@ -438,6 +449,7 @@ class Hardware:
 
     @functools.cached_property
     def est(self):
+        """The Estimator of this machine. It remembers the rates that plans have asked for."""
         return Estimator(self.profile, self.kernel, self.processor)
 
 
@@ -458,11 +470,11 @@ GPU_SHARE = 0.95
 #
 # Here k, the number of resident layers, is a choice, too, and GPU memory is a third constraint.
 # Copies may also take longer than one layer's forward, if the lag allows it (costs.most_lag). So
-# the first constraint becomes: layers wait no longer than for the copies of x and o, which is
-# usually 0 s (costs.copy_waits). If x and o do not fit, layers drop them: only one layer in m keeps
-# x, and X layers drop o. For each candidate (k, m, X), the plan swaps as many chunks as all three
-# constraints allow. Then the resident layers keep as many chunks as have room. The candidate that
-# loses the least time wins.
+# the first constraint becomes: layers that also swap chunks wait no longer than layers that swap
+# only x and o. Those usually wait for 0 s (costs.copy_waits). If x and o do not fit, layers drop
+# them: only one layer in m keeps x, and X layers drop o. For each candidate (k, m, X), the plan
+# swaps as many chunks as all three constraints allow. Then the resident layers keep as many chunks
+# as have room. The candidate that loses the least time wins.
 #
 # Example: 4 layers of 4 chunks. x and o take 1 GiB each, a chunk of S_others 2 GiB. A layer's
 # forward takes 1 s, its recomputation 0.3 s. The link to the host carries 5 GiB/s. The GPU has 24
@@ -471,9 +483,10 @@ GPU_SHARE = 0.95
 #     GPU          x and o of 2 resident layers and of 2 rounding buffers take 8 GiB, so 16 GiB are
 #                  left for chunks. In forward, the 2 buffers and the 2 layers that run and are
 #                  copied hold c chunks each: 4 c * 2 GiB <= 16 GiB, so c = 2 chunks per swapped
-#                  layer, 4 of two layers
-#     host         x and o take 4 GiB, the other 8 GiB hold 4 chunks
-#     bandwidth    1 s of a layer's forward hides 5 GiB: x, o and 1 chunk, so 2 of two layers
+#                  layer, and 4 chunks of the two swapped layers
+#     host         x and o take 4 GiB, and the other 8 GiB hold 4 chunks
+#     bandwidth    1 s of a layer's forward hides 5 GiB: x, o and 1 chunk, which is 2 chunks of the
+#                  two swapped layers
 #     swap         min(4, 4, 2) = 2 chunks, alpha = 1/4
 #     keep         16 GiB hold 8 chunks, less 2 buffers of 1 chunk: 6 chunks
 #     lost         16 - 2 - 6 = 8 chunks are recomputed: 8/4 * 0.3 s = 0.6 s
@@ -685,8 +698,9 @@ def plan_activations(
     """Return the activation plan that loses the least time, and the seconds that it loses.
 
     The seconds are those of one micro-batch through one virtual stage, forward and backward. They
-    count what backward recomputes and what compute waits for copies. If nothing fits, return the
-    plan that needs the least memory, and inf.
+    count what backward recomputes and what compute waits for copies. If nothing fits, the seconds
+    are inf, and the plan is the one that needs the fewest GPU bytes, of those that fit the host if
+    there are any.
 
     resident: k of --resident-layers; None: any. alpha: of --alpha; None: any. ActivationProgram
     explains the other arguments.
@@ -862,9 +876,9 @@ def sequence_choices(c, plan, exhaustive=False):
         plan.state_ranks_per_node,
         plan.local_model.kv_heads,
     )
-    needs_heads = ""  # the kind of attention that was asked for, if it cannot run around a ring
+    no_ring = ""  # the attention kernel that was asked for, if it cannot run around a ring
     if c.attention in KERNELS and not KERNELS[c.attention].plain:
-        needs_heads = f"--attention {c.attention}, which may see heads or positions of keys,"
+        no_ring = f"--attention {c.attention}, which may see heads or positions of keys,"
 
     def why_not(sp, ring):
         head_ranks = max(1, sp // ring)
@@ -872,11 +886,11 @@ def sequence_choices(c, plan, exhaustive=False):
             return f"sequence parallelism must divide {ranks} GPUs"
         if c.seq % (sp * plan.tp):
             return f"--seq {c.seq} must be a multiple of sp x tp = {sp} x {plan.tp}"
-        if ring > 1 and needs_heads:
-            return f"{needs_heads} cannot run around a ring. It takes --ring 1"
+        if ring > 1 and no_ring:
+            return f"{no_ring} cannot run around a ring. It takes --ring 1"
         if sp % ring or kv_heads % head_ranks:
-            no_ring = f", and {needs_heads} cannot run around a ring" if needs_heads else ""
-            return f"sp / ring GPUs must share {kv_heads} key/value heads equally{no_ring}"
+            reason = f"sp / ring GPUs must share {kv_heads} key/value heads equally"
+            return f"{reason}, and {no_ring} cannot run around a ring" if no_ring else reason
         if ring > 1 and in_node % head_ranks:
             return (
                 f"the sp / ring = {head_ranks} GPUs that share heads must divide a node's {in_node}"
@@ -903,8 +917,8 @@ REASONS["batch"] = "fastest; on a tie micro-batches near 8K tokens per GPU"
 
 def batch_choices(c, plan, exhaustive=False):
     """List the sequences per step, and per micro-batch. Usual micro-batches have one sequence, or
-    the most within 4K, 8K or 32K tokens per GPU. (32K because a GPU computes 8K tokens of a small
-    model in less time than its host needs to launch the kernels.)"""
+    as many as have at most 4K, 8K or 32K tokens per GPU. (32K because a GPU computes 8K tokens of a
+    small model in less time than its host needs to launch the kernels.)"""
     dp = plan.dp
     most = c.most_sequences or 2**40
     usual = c.default_tokens // c.seq
@@ -1045,8 +1059,9 @@ REASONS["states"] = "fastest; on a tie on the GPU, then the fewest shards"
 
 
 def state_choices(c, plan, exhaustive=True):
-    """List the legal sharding factors of model states, and where optimizer states lie. Layout auto
-    is intra if possible, because then all ranks update equally many elements."""
+    """List the legal sharding factors of model states, each with the places where optimizer states
+    may lie and, with --products fp8, with and without casts of weights that are kept for a step.
+    Layout auto is intra if possible, because then all ranks update equally many elements."""
     world, in_node = plan.state_ranks, plan.state_ranks_per_node
     if c.strategy:
         if c.p or c.g or c.os:
@@ -1079,13 +1094,13 @@ def state_choices(c, plan, exhaustive=True):
         if c.os_place == "gpu":
             raise ValueError(
                 f"--resident-states {c.resident_states}: with --os-place gpu all states stay on "
-                "the GPU. Drop one of the two flags"
+                "the GPU. Drop --os-place, or pass --resident-states auto"
             )
         places = ("host",)
         if c.resident_states > plan.stage_layers:
             raise ValueError(
-                f"--resident-states {c.resident_states}: a GPU has {plan.stage_layers} layers; at "
-                f"most {plan.stage_layers} can keep their states there"
+                f"--resident-states {c.resident_states}: a GPU has only {plan.stage_layers} "
+                f"layers. Nearest legal choice: --resident-states {plan.stage_layers}"
             )
     candidates = map(astuple, legal_factors(world, in_node))
     for factors in legal_choices(c, ["p", "g", "os"], candidates, why_not):
@@ -1104,8 +1119,11 @@ def state_choices(c, plan, exhaustive=True):
 
 
 def most_resident_states(c, plan):
-    """Return of how many layers the planner may keep the optimizer states on the GPU, if other
-    states are on the host. In layout inter it keeps none, unless all ranks own the same."""
+    """Return the largest number of resident states that the planner may give a plan.
+
+    It is the plan's own number if all states are on the GPU, or if --resident-states is set. In
+    layout inter it is 0 if ranks own different matrices, because then some ranks would keep more
+    states on their GPUs than others."""
     if plan.os_place == "gpu" or c.resident_states is not None:
         return plan.resident_states
     owners = plan.factors.os // plan.factors.p
@@ -1136,7 +1154,7 @@ SHAPE = (
 LEAST_FLOAT8_GAIN = 0.03  # below it, a plan says that --products fp8 gives little
 LEAST_GRAPH_GAIN = 0.01  # from it on, a plan says what --memplan on gives
 TIE = 0.002  # plans whose times differ by less than this share tie
-LEAST_WAIT = 0.001  # waits for states on the host matter if they take this share of a step
+LEAST_WAIT = 0.001  # waits for copies matter from this share of a step on (resident states)
 PRUNE_FACTOR = 1.3  # a plan that takes this many times as long as the best one is not looked at
 NEVER = {"never": math.inf}  # the seconds of a plan that does not fit
 
@@ -1381,8 +1399,9 @@ def with_room(c, shape, plans, hardware):
     without_states = activations + sum(shape.memory[name] for name in ("messages", "working"))
     may_fit = []
     for plan in plans:
+        # the least bytes of each kind: a plan needs the fewest GPU bytes with as few resident
+        # states as possible, and the fewest host bytes with as many as possible
         memory, _ = memory_of_states(plan)
-        # what stays on the GPU takes no host memory
         most_resident = replace(plan, resident_states=most_resident_states(c, plan))
         _, host = memory_of_states(most_resident)
         least = replace(plan, memory=memory | {"others": without_states}, host=host)
@@ -1519,8 +1538,9 @@ def fit(c, plan, hardware):
     if most == plan.resident_states or not may_need_resident_states(first, hardware):
         return first
 
-    # With more of them, layers wait less for states, and there is less room for activations. So the
-    # best count lies somewhere between: try every eighth of the layers, then all around the best
+    # The more layers keep their states on the GPU, the less the others wait for copies, and the
+    # less room is left for activations. The best number may lie anywhere from 0 to `most`: try 0
+    # and up to eight numbers at equal distances, and then all numbers around the best of these
     eighth = ceil_div(most, 8)
     plans = {0: first}
 
@@ -1537,8 +1557,11 @@ def fit(c, plan, hardware):
 
 
 def may_need_resident_states(plan, hardware):
-    """Return whether a plan that streams all states from the host may be better if some of them
-    stay on the GPU: its layers wait for copies, or it does not fit the host."""
+    """Return whether `fit` tries resident states for a plan that streams all states from the host:
+    if its layers wait for copies, or if it does not fit the host.
+
+    Left out: states whose streaming makes no layer wait, but leaves less of the link to the host
+    for activations, so that fewer chunks are swapped and more are recomputed."""
     if plan.step_s < math.inf:
         waits = plan.seconds["host_update"] + plan.seconds["copies"]
         return waits >= LEAST_WAIT * plan.step_s
