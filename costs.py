@@ -44,8 +44,9 @@ swap S_others.
                         on the host 10 P / os (optim.py)
     gathered weights    2 bytes x (matrices of 2 layers + embedding + head); 0 if      1.24
                         p = 1
-    whole gradients     the same; 4 bytes for matrices of layers that run in           1.24
-                        several chunks, whose gradients add up in float32
+    whole gradients     2 bytes x (the same matrices), 0 if g = 1; but 4 bytes for     1.24
+                        matrices of layers in several token chunks, whose
+                        gradients add up in float32 (weight_buffer_bytes)
     activations         14 x (S_input + S_attn) = 14.11, 13 x S_others = 60.94,       86.44
                         and two rounding buffers of all three = 2 x 5.70
                         (backward reads swapped layers from these buffers)
@@ -69,9 +70,10 @@ everything: the micro-batches in flight of the first stage, and the layers and l
 stage. The seconds are those of the last stage, which has the most layers, plus its idle time.
 
 Left out: ranks that wait for a slower one, the first step's compilation, reductions of a few
-numbers such as the loss (0.1 % of the shortest steps), the embedding's forward, the last norm, and
-waits for weights that the host is still updating. Bytes of CUDA's context, of NCCL and of fragments
-between tensors are not counted either: the planner leaves 5 % of the GPU for them
+numbers such as the loss (0.1 % of the shortest steps), the embedding's forward, and the last norm.
+If optimizer states stream from the host, only the time by which this exceeds a whole forward is
+counted, although a layer may wait for its own update earlier. Bytes of CUDA's context, of NCCL and
+of fragments between tensors are not counted either: the planner leaves 5 % of the GPU for them
 (planner.GPU_SHARE). A pipeline is timed as if a micro-batch ran through all layers of a stage at
 once. Its activations are counted as if backward reached as many layers of every stage as of the
 last one, which is too many if the first layers are frozen.
@@ -284,8 +286,8 @@ class Plan:
     @property
     def resident_share(self) -> float:
         """Return the share of the optimizer states that stay on the GPU although os_place is
-        "host". With the states of layers stay those of the embedding, which the forward needs
-        first. In a pipeline every stage is counted as if it had an embedding."""
+        "host". If states of layers stay there, so do those of the embedding, which the forward
+        needs first. In a pipeline every stage is counted as if it had an embedding."""
         if self.resident_states == 0 or self.os_place == "gpu":
             return 0.0
         params = sum(self.counts.trained_layer_params[: self.resident_states])
@@ -958,9 +960,9 @@ def product_backward_tensors(plan) -> list[TensorSize]:
 def pre_backward_moments(plan) -> dict[str, list[TensorSize]]:
     """Return the moments of block.pre's backward that may need most, if layers run in chunks.
 
-    The moments are in the layer's first chunk, when no chunk of the gradient from block.post is
-    freed yet, and dx of all chunks is allocated. Attention has freed do and the recomputed q, k and
-    v, so layer_backward_tensors is not what is alive here.
+    They are moments of the first chunk: no chunk of the gradient from block.post is freed yet, and
+    dx of all chunks is allocated. Attention has freed do and the recomputed q, k and v. So the
+    tensors of layer_backward_tensors are not the ones that are alive here.
     """
     cfg, n, dtype = plan.local_model, plan.tokens, plan.dtype
     own = plan.tokens_between_products

@@ -82,18 +82,19 @@ it. "(on X)" means that stream X waits instead:
                      .stream_through      of the states                  .stream_through
 
 When is a weight gathered, if p > 1? Here are four layers that run in token chunks, in the first
-micro-batch of a step. A gather is launched when the layer above it begins:
+micro-batch of a step. Each gather stands below the layer whose beginning launches it:
 
     forward    compute       | embedding    | layer 0 | layer 1 | layer 2 | layer 3 | head |
                param_gather  | embedding, 0 | 1       | 2       | 3       | head    |      |
     backward   compute       | layer 3      | layer 2 | layer 1 | layer 0 |
                param_gather  |              | 1       | 0       |         |
 
-Nothing hides the gathers of the embedding and of layer 0. Each matrix of a layer has two buffers
-for gathered weights, which even and odd layers use in turn. So backward still finds layers 3 and 2
-in them, and the next micro-batch finds layers 0 and 1. Embedding and head have buffers of their
-own, and are gathered once per step. If layers run whole (gather_layers is False), backward gathers
-only one matrix ahead. If p = 1, nothing is gathered, and unshard waits for param_broadcast.
+Nothing hides the gathers of the embedding and of layer 0. There are two sets of buffers for the
+gathered weights of a layer: even layers use one, and odd layers the other. So backward still finds
+layers 3 and 2 in them, and the next micro-batch finds layers 0 and 1. Embedding and head have
+buffers of their own, and are gathered once per step. If layers run whole (gather_layers is False),
+backward gathers only one matrix ahead. If p = 1, nothing is gathered, and unshard waits for
+param_broadcast.
 
 A stream that does not overlap (--overlap leaves it out, or on a CPU) is the compute stream itself.
 Small weights (Vector: norms and biases) are not sharded. Their gradients, the gradient's norm and
@@ -1370,8 +1371,8 @@ class States:
         )
 
     def update_param(self, param: ShardedParam) -> None:
-        """Update what this rank owns of a matrix: all at once, or piece by piece if its states are
-        on the host."""
+        """Update what this rank owns of a matrix: all at once, or piece by piece if states are on the
+        host. (Then also the matrices whose own states stay on the GPU are updated in pieces.)"""
         pieces = [(slice(None), param.states)]
         if self.host_states and param.unit.has_resident_states:
             pieces = self.host_states.pieces_on_gpu(param.states, param.owned_param)
@@ -1444,7 +1445,8 @@ class States:
         is enqueued, so the copies of both must be complete by then."""
         if self.host_states:
             self.host_states.synchronize()
-            # states that stay on the GPU are written on this stream, and read on others
+            # host_update also writes the states that stay on the GPU, and a save reads them on
+            # another stream
             if event := self.streams["host_update"].record_event():
                 event.synchronize()
         return self.parts
