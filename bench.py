@@ -21,8 +21,9 @@ sequences at once, unless --micro-batch says how many.
 
 Steps run on random tokens, and a time is the median after a warm-up. MFU counts the model's FLOPs
 (model.flops_per_token), but not those of recomputation. Causal MFU counts half of the attention
-matrix, full MFU all of it. The bound is the causal MFU of the step's attention and matrix kernels
-when nothing else runs, and the percent of kernel bound is the step's causal MFU divided by it.
+matrix, full MFU all of it. The kernel bound is the causal MFU of the step's attention and matrix
+kernels when nothing else runs, and the percent of kernel bound is the step's causal MFU divided by
+it.
 
 A row is one line of JSON in results/MONTH-MACHINE/TABLE.jsonl, for example
 results/2026-11-4xh200/long.jsonl. It holds the label, the flags, what was measured, the hardware,
@@ -37,7 +38,8 @@ Legend: p, g, os shards of parameters, gradients, optimizer states; sp GPUs per 
 micro-batches, B sequences per micro-batch, T tokens per sequence, of which a rank holds T/sp. In
 the column "plan", "2,2,4 sp=4 k=14 alpha=0.50 chunk=16384" means p=2, g=2 and os=4; k layers keep
 their activations on the GPU, the other layers swap the fraction alpha of theirs to the host, and
-token chunks have 16,384 tokens.
+token chunks have 16,384 tokens. "os on the host but for 12 layers" means that optimizer states are
+on the host, except those of the first 12 layers.
 """
 
 import argparse
@@ -1053,7 +1055,7 @@ def plan_text(row: dict) -> str:
     if row.get("os_place") == "host":
         text += ", os on the host"
         if layers := row.get("resident_states"):
-            text += f" after {layers} layers"
+            text += f" but for {layers} layers"
     return text
 
 

@@ -740,12 +740,13 @@ def plan_of(case: dict) -> costs.Plan:
 def groups_of(plan: costs.Plan, made: dict) -> Groups:
     """Return a plan's process groups. `made` holds those of earlier cases, by (tp, pp).
 
-    All share communicators, by name and ranks, because NCCL takes seconds to make one."""
+    They all share one table of communicators, by name and ranks (Groups.made), because NCCL takes
+    seconds to make a communicator."""
     key = plan.tp, plan.pp
     if key not in made:
         groups = Groups(tp=plan.tp, pp=plan.pp)
-        for others in made.values():
-            groups.made = others.made
+        for earlier_groups in made.values():
+            groups.made = earlier_groups.made
         made[key] = groups
     return made[key]
 
