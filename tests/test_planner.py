@@ -484,24 +484,25 @@ def least_loss_with_chunks(n, layer, s, c, bandwidth, gpu, host) -> float:
     best = math.inf
     x, attn, others = layer
     io = x + attn
-    part = others / c
+    part = others / c  # of a chunk
     for k, dropped in itertools.product(range(2, n + 1), range(n - 1)):
-        late_without_chunks = None
+        waits_without_chunks = None
         seconds = math.inf
         for swapped in range(c * (n - k) + 1) if dropped <= n - k else []:
             of_layers = [
                 (i + 1) * swapped // (n - k) - i * swapped // (n - k) for i in range(n - k)
             ]
             per_layer = -(-swapped // max(1, n - k))
-            leaving = 2 * (io + per_layer * part) if k < n else 0  # two rounding buffers
-            buffers = leaving  # on the way back
-            if k < n and dropped == n - k:  # no o comes back
+            # in forward, two swapped layers: one that runs, and one whose copies may still run
+            in_forward = 2 * (io + per_layer * part) if k < n else 0
+            buffers = in_forward  # the two rounding buffers of backward have as many bytes,
+            if k < n and dropped == n - k:  # or less, if all swapped layers drop o
                 buffers -= 2 * attn
-            out = (n - k) * io - dropped * attn + swapped * part
+            on_host = (n - k) * io - dropped * attn + swapped * part
             room = gpu - buffers - k * io
             kept = min(c * k, max(0, room) // part)
             lag = int((k * io + kept * part) / (io + per_layer * part) + 1e-9)
-            # o of layers that drop it is missing in equal parts everywhere
+            # costs.copy_waits takes the bytes of dropped outputs off all layers in equal parts
             missing = dropped * attn / max(1, n - k)
             sizes = [io - missing + chunks * part for chunks in of_layers]
             copied = [
@@ -511,14 +512,14 @@ def least_loss_with_chunks(n, layer, s, c, bandwidth, gpu, host) -> float:
             def most(rows, copied=copied):
                 return max(sum(copied[i : i + rows]) for i in range(len(copied) - rows + 1))
 
-            late = expected_waits(sizes, most, min(max(2, lag), k), s, bandwidth)
-            late_without_chunks = late if swapped == 0 else late_without_chunks
-            if room < 0 or leaving + buffers > gpu or out > host:
+            waits = expected_waits(sizes, most, min(max(2, lag), k), s, bandwidth)
+            waits_without_chunks = waits if swapped == 0 else waits_without_chunks
+            if room < 0 or in_forward + buffers > gpu or on_host > host:
                 break  # more chunks need more memory
-            if late > late_without_chunks + 1e-12:
+            if waits > waits_without_chunks + 1e-12:
                 break
-            again = (n - (kept + swapped) / c) * s.recompute + dropped * s.attention
-            seconds = late + again  # overwrites the seconds of plans that swap less
+            recomputed = (n - (kept + swapped) / c) * s.recompute + dropped * s.attention
+            seconds = waits + recomputed  # overwrites the seconds of plans that swap less
         best = min(best, seconds)
     return best
 
@@ -530,34 +531,40 @@ def least_loss_without_chunks(n, layer, s, c, bandwidth, gpu, host) -> float:
     x, attn, _ = layer
     io = x + attn
     for stride, k, dropped in itertools.product(range(1, n + 1), range(2, n + 1), range(n + 1)):
-        away = n - k
-        if away % stride:
+        num_swapped = n - k
+        if num_swapped % stride:
             continue
-        size = [x * (i % stride == 0) + attn * (i >= dropped) for i in range(n)]
-        buffers = 2 * max((sum(size[i : i + stride]) for i in range(0, away, stride)), default=0)
-        # in backward, what a group's layers lack is recomputed while all layers before it are saved
-        entering = [
-            sum(size[away : first + stride]) + sum(io - y for y in size[first:][:stride])
+        size = [x * (i % stride == 0) + attn * (i >= dropped) for i in range(n)]  # saved by layer i
+        groups = [sum(size[i : i + stride]) for i in range(0, num_swapped, stride)]
+        buffers = 2 * max(groups, default=0)
+        # when backward begins a group, the GPU holds what the resident layers up to the group have
+        # saved, and recomputes what the group's layers lack
+        in_backward = [
+            sum(size[num_swapped : first + stride]) + sum(io - y for y in size[first:][:stride])
             for first in range(0, n, stride)
         ]
-        if max(*entering, 2 * io * (away > 0)) + buffers > gpu or sum(size[:away]) > host:
+        in_forward = 2 * io * (num_swapped > 0)
+        on_host = sum(size[:num_swapped])
+        if max(*in_backward, in_forward) + buffers > gpu or on_host > host:
             continue
-        kept_o = max(0, away - dropped)
-        mean = attn * kept_o / max(1, away)
-        copied_mean = [x * (i % stride == 0) + mean for i in range(away)]
+        swapped_o = max(0, num_swapped - dropped)
+        mean = attn * swapped_o / max(1, num_swapped)
+        copied_mean = [x * (i % stride == 0) + mean for i in range(num_swapped)]
 
-        def most_of_stride(rows, stride=stride, kept_o=kept_o):
-            return -(-rows // stride) * x + min(rows, kept_o) * attn
+        def most_of_stride(rows, stride=stride, swapped_o=swapped_o):
+            return -(-rows // stride) * x + min(rows, swapped_o) * attn
 
-        remade = sum(i % stride > 0 for i in range(n))
-        again = sum(i % stride < stride - 1 for i in range(dropped))  # q, k, v of remade outputs
+        recomputed_x = sum(i % stride > 0 for i in range(n))
+        # layers that recompute o for the next layer's x, before backward reaches them: they run pre
+        # once more
+        recomputed_pre = sum(i % stride < stride - 1 for i in range(dropped))
         best = min(
             best,
             expected_waits(copied_mean, most_of_stride, 2, s, bandwidth)
             + dropped * s.attention
-            + remade * s.post
+            + recomputed_x * s.post
             + n * s.recompute
-            + again * (s.forward - s.attention - s.post),
+            + recomputed_pre * (s.forward - s.attention - s.post),
         )
     return best
 
