@@ -126,7 +126,7 @@ def set_timeout(timeout: float) -> None:
     dist.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout))
 
 
-IMPORTED_AT = time.monotonic()
+IMPORTED_AT = time.monotonic()  # stands for the start of the process where that is not known
 
 
 def process_seconds() -> float:
