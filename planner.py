@@ -647,7 +647,8 @@ class ActivationProgram:
 
     def most_hidden(self, candidates: Candidates, fit_memory: np.ndarray) -> np.ndarray:
         """Return how many chunks each candidate swaps: as many as fit in memory without making
-        layers wait longer than if it swaps none."""
+        layers wait longer than if it swaps none. It swaps none if it then loses less time, because
+        the buffers of swapped chunks would take the place of more kept ones."""
         swapped = np.zeros_like(candidates.gpu_bytes)
         can_swap = np.flatnonzero(fit_memory >= 1)
         if can_swap.size:
@@ -657,9 +658,10 @@ class ActivationProgram:
                 return self.waits(self.plans(able, number))
 
             at_most = waits(swapped[can_swap]) + 1e-12
-            swapped[can_swap] = largest(
-                lambda number: waits(number) <= at_most, fit_memory[can_swap]
-            )
+            most = largest(lambda number: waits(number) <= at_most, fit_memory[can_swap])
+            none = np.zeros_like(most)
+            pays = self.lost_seconds(able, most) <= self.lost_seconds(able, none)
+            swapped[can_swap] = np.where(pays, most, none)
         return swapped
 
     def lost_seconds(self, candidates: Candidates, swapped: np.ndarray) -> np.ndarray:

@@ -474,7 +474,7 @@ def brute_force_activations(*program) -> float:
 
     program: its arguments n, layer, s, chunks, bandwidth, gpu and host. Of plans that differ only
     in the number of swapped chunks, the planner takes the one that swaps the most while its copies
-    are hidden, and so does this function.
+    are hidden, or the one that swaps none, and so does this function.
     """
     return min(least_loss_with_chunks(*program), least_loss_without_chunks(*program))
 
@@ -520,6 +520,8 @@ def least_loss_with_chunks(n, layer, s, c, bandwidth, gpu, host) -> float:
                 break
             recomputed = (n - (kept + swapped) / c) * s.recompute + dropped * s.attention
             seconds = waits + recomputed  # overwrites the seconds of plans that swap less
+            if swapped == 0:
+                best = min(best, seconds)
         best = min(best, seconds)
     return best
 
