@@ -284,18 +284,25 @@ class Plan:
         return self.factors.p if self.os_layout == "inter" else self.factors.os
 
     @property
-    def resident_share(self) -> float:
-        """Return the share of the optimizer states that stay on the GPU although os_place is
-        "host". If states of layers stay there, so do those of the embedding, which the forward
-        needs first. In a pipeline every stage is counted as if it had an embedding."""
-        if self.resident_states == 0 or self.os_place == "gpu":
-            return 0.0
-        params = sum(self.counts.trained_layer_params[: self.resident_states])
+    def params_by_place(self) -> tuple[int, int]:
+        """Return how many parameters have their optimizer states on the GPU, and how many on the
+        host, if os_place is "host".
+
+        If states of layers stay on the GPU, so do those of the embedding, which the forward needs
+        first. In a pipeline the first stage has the embedding, and the last one the head, whose
+        states are on the host. Either number is that of the stage with the most."""
+        if self.resident_states == 0:
+            return 0, self.trained_params
+        layers = sum(self.counts.trained_layer_params[: self.resident_states])
         if self.pp > 1:
-            params = self.resident_states * max(self.counts.trained_layer_params)
+            layers = self.resident_states * max(self.counts.trained_layer_params)
+        embedding = 0
         if self.counts.trains_embedding or self.sums_vocab_grads:
-            params += math.prod(self.vocab_matrix)
-        return min(1.0, params / max(1, self.trained_params))
+            embedding = math.prod(self.vocab_matrix)
+        on_host = self.trained_params - layers
+        if self.pp == 1:
+            on_host -= embedding
+        return layers + embedding, on_host
 
     @property
     def optimizer_bytes_per_param(self) -> int:
@@ -1169,11 +1176,12 @@ def memory_of_states(plan: Plan) -> tuple[dict[str, float], dict[str, float]]:
         memory["float8 casts"] = 2 * layers * sum(map(math.prod, plan.float8_matrices))
     host = {}
     if plan.os_place == "host":
-        states = memory.pop("optimizer")
-        host["optimizer"] = (1 - plan.resident_share) * states
+        bytes_per_param = memory.pop("optimizer") / max(1, plan.trained_params)
+        on_gpu, on_host = plan.params_by_place
+        host["optimizer"] = bytes_per_param * on_host
         memory["streamed states"] = streaming_buffer_bytes(plan)
         if plan.resident_states:
-            memory["resident states"] = plan.resident_share * states
+            memory["resident states"] = bytes_per_param * on_gpu
     return memory, host
 
 

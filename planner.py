@@ -1156,7 +1156,7 @@ SHAPE = (
 LEAST_FLOAT8_GAIN = 0.03  # below it, a plan says that --products fp8 gives little
 LEAST_GRAPH_GAIN = 0.01  # from it on, a plan says what --memplan on gives
 TIE = 0.002  # plans whose times differ by less than this share tie
-LEAST_WAIT = 0.001  # waits for copies matter from this share of a step on (resident states)
+LEAST_GAIN = 0.001  # resident states are tried if they might save this share of a step
 PRUNE_FACTOR = 1.3  # a plan that takes this many times as long as the best one is not looked at
 NEVER = {"never": math.inf}  # the seconds of a plan that does not fit
 
@@ -1271,7 +1271,7 @@ class Search:
         plans = choose(self.c, [shape], [state_choices])
         if self.fitting:
             plans = with_room(self.c, shape, plans, self.hardware)
-        plans = with_state_seconds(self.hardware, shape, plans, self.seconds_of_states)
+        plans = with_state_seconds(self.c, self.hardware, shape, plans, self.seconds_of_states)
         return [plan for plan in plans if not skip(plan)]
 
     # -- pricing
@@ -1279,7 +1279,7 @@ class Search:
     def price(self, plan):
         """Predict a plan, and return its seconds per token, which are infinite if it does not
         fit."""
-        plan = fit(self.c, plan, self.hardware)
+        plan = fit(self.c, plan, self.hardware, self.cannot_win)
         if plan.step_s < math.inf:
             self.fitting.append(plan)
             before = self.fastest.get(parallelism(plan), math.inf)
@@ -1412,7 +1412,7 @@ def with_room(c, shape, plans, hardware):
     return may_fit
 
 
-def with_state_seconds(hardware, shape, plans, known):
+def with_state_seconds(c, hardware, shape, plans, known):
     """Return plans with a lower bound of their seconds. It is the seconds of `shape`, the best_case
     that they belong to, plus the seconds that model states take even if passes are so long that
     they hide all communication. known: a cache of the second term, which is filled here."""
@@ -1430,7 +1430,8 @@ def with_state_seconds(hardware, shape, plans, known):
         )
         if key not in known:
             endless = math.inf, math.inf, math.inf  # forward, backward, last_matrix
-            known[key] = sum(traffic_seconds(hardware.est, plan, *endless).values())
+            most_resident = replace(plan, resident_states=most_resident_states(c, plan))
+            known[key] = sum(traffic_seconds(hardware.est, most_resident, *endless).values())
         timed.append(replace(plan, seconds=shape.seconds | {"states": known[key]}))
     return timed
 
@@ -1532,12 +1533,18 @@ def worst_ratio(plan, hardware):
     return max(host, plan.gpu_bytes / hardware.gpu_budget)
 
 
-def fit(c, plan, hardware):
+def fit(c, plan, hardware, skip=lambda plan: False):
     """Return the plan with its resident states, its activation plan, its bytes and its seconds,
-    which are infinite if it does not fit."""
+    which are infinite if it does not fit. It has no resident states if a bound of its seconds with
+    the best number of them is one that `skip` excludes."""
     first = fit_activations(c, plan, hardware)
     most = most_resident_states(c, plan)
-    if most == plan.resident_states or not may_need_resident_states(first, hardware):
+    if most == plan.resident_states:
+        return first
+    gained = most_gained_by_resident_states(first, hardware)
+    if gained < LEAST_GAIN * first.step_s:
+        return first
+    if gained < math.inf and skip(replace(first, seconds={"at best": first.step_s - gained})):
         return first
 
     # The more layers keep their states on the GPU, the less the others wait for copies, and the
@@ -1558,16 +1565,20 @@ def fit(c, plan, hardware):
     return plans[best_of(range(max(0, near - eighth), min(most, near + eighth) + 1))]
 
 
-def may_need_resident_states(plan, hardware):
-    """Return whether `fit` tries resident states for a plan that streams all states from the host:
-    if its layers wait for copies, or if it does not fit the host.
+def most_gained_by_resident_states(plan, hardware):
+    """Return how many seconds shorter a step may be, at most, if some states stay on the GPU. plan:
+    one that streams all states from the host.
 
-    Left out: states whose streaming makes no layer wait, but leaves less of the link to the host
-    for activations, so that fewer chunks are swapped and more are recomputed."""
-    if plan.step_s < math.inf:
-        waits = plan.seconds["host_update"] + plan.seconds["copies"]
-        return waits >= LEAST_WAIT * plan.step_s
-    return plan.gpu_bytes <= hardware.gpu_budget
+    Layers no longer wait for copies; and layers that swap may swap more activations in the place of
+    the states, and recompute less. If the plan does not fit the host, it may gain everything."""
+    if plan.step_s == math.inf:  # states on the GPU take even more of its memory
+        return math.inf if plan.gpu_bytes <= hardware.gpu_budget else 0.0
+    gained = plan.seconds["host_update"] + plan.seconds["copies"]
+    if plan.activations and plan.activations.swapped_layers:
+        *_, others = skeletal_bytes(plan)
+        share = plan.host["optimizer"] / (plan.stage_layers * others)
+        gained += plan.seconds["recomputation"] * min(1.0, share)
+    return gained
 
 
 def fit_activations(c, plan, hardware):

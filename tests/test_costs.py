@@ -121,6 +121,52 @@ def test_bytes_of_states_are_what_shard_allocates(factors, layout, place, optimi
     assert sum(buffer.nbytes for buffer in buffers) == gpu.get("streamed states", 0)
 
 
+@parametrize("parts", [1, 2])
+def test_bytes_of_states_in_both_places_are_those_of_the_largest_stages(parts, monkeypatch):
+    """If the states of a stage's first layers stay on the GPU, the stage with the embedding has the
+    most bytes there, and the stage with the head the most on the host. Both are counted.
+
+    Catches the head's states, which stream although those of all layers stay on the GPU.
+    """
+    monkeypatch.setattr(costs, "PIECE_ELEMENTS", 1000)
+    monkeypatch.setattr(optim, "PIECE_ELEMENTS", 1000)
+    cfg = m.ModelConfig(128, 64, 4, 4, 2, 128, 16)
+    for resident_states in (1, 2):
+        plan = costs.Plan(
+            cfg,
+            torch.bfloat16,
+            2,
+            2,
+            64,
+            batch=2,
+            micro_batch=1,
+            os_place="host",
+            resident_states=resident_states,
+            pp=2,
+            pp_chunks=parts,
+        )
+        on_gpu, on_host = [], []
+        for rank in (0, 1):
+            dist.init_process_group("fake", rank=rank, world_size=2, store=FakeStore())
+            try:
+                _, states, _ = built(planned_run(plan))
+            finally:
+                dist.destroy_process_group()
+            place = {True: on_gpu, False: on_host}
+            for stays, found in place.items():
+                found.append(
+                    sum(
+                        state.nbytes
+                        for param in states.sharded_params.values()
+                        for state in param.states.values()
+                        if param.unit.has_resident_states == stays
+                    )
+                )
+        gpu, host = costs.memory_of_states(plan)
+        assert gpu["resident states"] == max(on_gpu) and on_gpu[0] > on_gpu[1]
+        assert host["optimizer"] == max(on_host) and on_host[1] > on_host[0]
+
+
 def seconds(profile: hardware.Profile, **choices) -> float:
     """Return the predicted seconds of SMALL_PLAN with other choices."""
     return costs.predict(replace(SMALL_PLAN, **choices), profile).step_s

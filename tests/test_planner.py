@@ -402,6 +402,17 @@ def parse_question(command: str) -> planner.PlannerFlags:
         ),
         # a number of virtual stages that does not divide the layers
         ("--model 1b --ranks 4 --seq 8K --batch 32 --pp auto", "--pp 2 --pp-chunks 5"),
+        # a lower bound counted that all states stream, where nothing hides that
+        (
+            "--model 7b --cluster h100x1 --ranks 1 --seq 8K --batch 1 --host-memory 112G "
+            "--overlap param_gather,grad_scatter,grad_reduce,param_broadcast,pipeline",
+            "--resident-states 24",
+        ),
+        # states that stream make no layer wait, but more activations may be swapped in their place
+        (
+            "--model llama3-8b --cluster h100x1 --ranks 2 --seq 32K --batch 2 --host-memory 112G",
+            "--resident-states 16",
+        ),
     ],
 )
 def test_flags_by_hand_that_found_something_better(command, flags):
