@@ -1070,14 +1070,18 @@ def state_choices(c, plan, exhaustive=True):
             raise ValueError(f"--strategy {c.strategy} sets all factors. Drop --p, --g and --os")
         c = replace(c, **asdict(parse_strategy(c.strategy, world)))
     whole = OPTIMIZERS[c.matrix_optimizer].whole  # a rank updates whole matrices
+    layout = c.os_layout
+    if layout == "auto":
+        layout = "inter" if whole else "intra"
 
     def why_not(p, g, os):
         if whole and (plan.tp > 1 or p > 1 or c.os_layout == "intra"):
             return f"--optimizer {c.optimizer} needs whole matrices: --os-layout inter --p 1 --tp 1"
-        if c.resident_states and c.os_layout == "inter" and os > p:
+        if c.resident_states and layout == "inter" and os > p:
+            other_layout = "" if whole else "--os-layout intra, or "
             return (
                 "--resident-states: with --os-layout inter the ranks own whole matrices, so some "
-                "would keep more states on their GPUs than others. Choose --os-layout intra, or "
+                f"would keep more states on their GPUs than others. Choose {other_layout}"
                 f"--resident-states 0, or as many --os as --p ({p})"
             )
         reason = illegal(Factors(p, g, os), world, in_node)
@@ -1088,9 +1092,6 @@ def state_choices(c, plan, exhaustive=True):
             )
         return reason
 
-    layout = c.os_layout
-    if layout == "auto":
-        layout = "inter" if whole else "intra"
     places = ("gpu", "host") if c.os_place == "auto" else (c.os_place,)
     if c.resident_states:
         if c.os_place == "gpu":
