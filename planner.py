@@ -680,10 +680,10 @@ class ActivationProgram:
         This takes little time, and saves most of the time of `most_hidden`. At best a candidate
         swaps all chunks that fit in memory, keeps as many as if it swapped none, and waits for no
         copy. If it then still recomputes for longer than another candidate loses without swapping
-        any chunk, it is not the best. If nothing fits, all may be the best."""
+        any chunk, it is not the best. There is none if nothing fits."""
         fitting = np.flatnonzero((self.gpu >= candidates.gpu_bytes) & (fit_memory >= 0))
         if not fitting.size:
-            return np.arange(len(fit_memory))
+            return fitting
         able = candidates[fitting]
         none = np.zeros(fitting.size)
         recomputed_s = recomputation_seconds(self.plans(able, none), self.s)
@@ -692,6 +692,27 @@ class ActivationProgram:
         least = self.lost_seconds(able[tried], none[tried]).min()
         at_best = recomputed_s - fit_memory[fitting] / self.chunks * self.s.recompute
         return fitting[at_best <= least + 1e-12]
+
+    def plan_at(self, candidates: Candidates, swapped: np.ndarray, i: int) -> ActivationPlan:
+        """Return the plan of candidate i. swapped: how many chunks each candidate swaps."""
+        one = candidates[[i]]
+        plans = self.plans(one, swapped[[i]])
+        numbers = (
+            one.k,
+            plans.kept_chunks,
+            swapped[[i]],
+            one.dropped_outputs,
+            one.stride,
+            plans.lag,
+        )
+        return ActivationPlan(self.n, self.chunks, *(int(number[0]) for number in numbers))
+
+    def nearest_to_fitting(self, candidates: Candidates, swapped: np.ndarray) -> ActivationPlan:
+        """Return the plan that needs the fewest GPU bytes, of those that fit the host if there are
+        any."""
+        beyond_host = candidates.host_bytes > max(0.0, self.host)
+        best, *_ = np.lexsort((candidates.gpu_bytes, beyond_host))
+        return self.plan_at(candidates, swapped, best)
 
 
 def plan_activations(
@@ -716,6 +737,9 @@ def plan_activations(
     fit_memory = program.most_swapped(candidates)
     if alpha is None:
         may_be_best = program.may_be_best(candidates, fit_memory)
+        if not may_be_best.size:
+            none = np.zeros_like(fit_memory)
+            return program.nearest_to_fitting(candidates, none), math.inf
         candidates, fit_memory = candidates[may_be_best], fit_memory[may_be_best]
     swapped_layers = n - candidates.k
 
@@ -733,16 +757,11 @@ def plan_activations(
         feasible &= missed <= max(0.02, missed[feasible].min())
 
     # ---- the candidate that loses the least time
-    plans = program.plans(candidates, swapped)
     lost = np.where(feasible, program.lost_seconds(candidates, swapped), np.inf)
     best = np.argmin(lost)  # on a tie the first: the smallest m, then the fewest swapped layers
-    if lost[best] == np.inf:  # nothing fits: what fits the host comes first, then the least bytes
-        beyond_host = candidates.host_bytes > max(0.0, host)
-        best, *_ = np.lexsort((candidates.gpu_bytes, beyond_host))
-
-    k, stride, dropped_outputs = candidates.k, candidates.stride, candidates.dropped_outputs
-    chosen = (k, plans.kept_chunks, swapped, dropped_outputs, stride, plans.lag)
-    return ActivationPlan(n, chunks, *(int(each[best]) for each in chosen)), float(lost[best])
+    if lost[best] == np.inf:
+        return program.nearest_to_fitting(candidates, swapped), math.inf
+    return program.plan_at(candidates, swapped, best), float(lost[best])
 
 
 # ---------------------------------------------------------------------------- legal choices
