@@ -1555,44 +1555,79 @@ def worst_ratio(plan, hardware):
 
 def fit(c, plan, hardware, skip=lambda plan: False):
     """Return the plan with its resident states, its activation plan, its bytes and its seconds,
-    which are infinite if it does not fit. It has no resident states if a bound of its seconds with
-    the best number of them is one that `skip` excludes."""
-    first = fit_activations(c, plan, hardware)
-    most = most_resident_states(c, plan)
-    if most == plan.resident_states:
-        return first
-    gained = most_gained_by_resident_states(first, hardware)
-    if gained < LEAST_GAIN * first.step_s:
-        return first
-    if gained < math.inf and skip(replace(first, seconds={"at best": first.step_s - gained})):
-        return first
+    which are infinite if it does not fit. It has as few resident states as possible if a bound of
+    its seconds with the best number of them is one that `skip` excludes."""
+    plan = replace(plan, resident_states=c.resident_states or 0)
+    counts = possible_resident_states(c, plan, hardware)
+    plans = {}
 
-    # The more layers keep their states on the GPU, the less the others wait for copies, and the
-    # less room is left for activations. The best number may lie anywhere from 0 to `most`: try 0
-    # and up to eight numbers at equal distances, and then all numbers around the best of these
-    eighth = ceil_div(most, 8)
-    plans = {0: first}
-
-    def best_of(counts):
-        for count in counts:
+    def best_of(some_counts):
+        for count in some_counts:
             if count not in plans:
                 with_states = replace(plan, resident_states=count)
                 plans[count] = fit_activations(c, with_states, hardware)
         # on a tie the one with the fewest resident states
         return min(sorted(plans), key=lambda n: (plans[n].step_s, worst_ratio(plans[n], hardware)))
 
-    near = best_of([*range(eighth, most, eighth), most])
-    return plans[best_of(range(max(0, near - eighth), min(most, near + eighth) + 1))]
+    first = plans[best_of(counts[:1])]
+    if len(counts) == 1:
+        return first
+    gained = most_gained_by_resident_states(first)
+    if gained < LEAST_GAIN * first.step_s:
+        return first
+    if gained < math.inf and skip(replace(first, seconds={"at best": first.step_s - gained})):
+        return first
+
+    # The more layers keep their states on the GPU, the less the others wait for copies, and the
+    # less room is left for activations. The best number may lie anywhere among the counts: try up
+    # to nine of them at equal distances, and then all around the best of these
+    distance = ceil_div(len(counts), 8)
+    near = counts.index(best_of([*counts[::distance], counts[-1]]))
+    return plans[best_of(counts[max(0, near - distance) : near + distance + 1])]
 
 
-def most_gained_by_resident_states(plan, hardware):
-    """Return how many seconds shorter a step may be, at most, if some states stay on the GPU. plan:
-    one that streams all states from the host.
+def possible_resident_states(c, plan, hardware):
+    """Return the numbers of resident states with which some activation plan fits, as a range. If
+    there is none, it has the number that is nearest to fitting.
+
+    The more states stay on the GPU, the more room there is on the host, and the less on the GPU. So
+    the numbers with which a plan fits follow one another. To find them takes much less time than to
+    choose an activation plan for each of them."""
+    fewest, most = plan.resident_states, most_resident_states(c, plan)
+    if fewest == most:
+        return range(most, most + 1)
+
+    # the bytes of each activation plan that may be chosen
+    keeping_least = with_bytes(with_inputs_only(plan))
+    gpu, host = np.array([keeping_least.memory["activations"]]), np.zeros(1)
+    if plan.recompute == "auto" and c.recompute == "auto":
+        candidates = activation_candidates(
+            plan.reached_layers, skeletal_bytes(plan), c.resident_layers, bool(c.alpha)
+        )
+        gpu = plan.passes_in_flight * candidates.gpu_bytes
+        host = plan.passes_in_flight * candidates.host_bytes
+    gpu = gpu + keeping_least.memory["messages"] + keeping_least.memory["working"]
+
+    ratios = []  # by number of resident states: what the nearest plan needs, over what there is
+    for count in range(fewest, most + 1):
+        memory, on_host = memory_of_states(replace(plan, resident_states=count))
+        of_gpu = (gpu + sum(memory.values())) / hardware.gpu_budget
+        of_host = (host + sum(on_host.values())) / max(1.0, hardware.host_budget)
+        ratios.append(np.maximum(of_gpu, of_host).min())
+    fitting = np.flatnonzero(np.array(ratios) <= 1 + 1e-9)
+    if not fitting.size:
+        fitting = [np.argmin(ratios)]
+    return range(fewest + int(fitting[0]), fewest + int(fitting[-1]) + 1)
+
+
+def most_gained_by_resident_states(plan):
+    """Return how many seconds shorter a step may be, at most, if more states stay on the GPU. plan:
+    one that streams as many as possible from the host.
 
     Layers no longer wait for copies; and layers that swap may swap more activations in the place of
-    the states, and recompute less. If the plan does not fit the host, it may gain everything."""
-    if plan.step_s == math.inf:  # states on the GPU take even more of its memory
-        return math.inf if plan.gpu_bytes <= hardware.gpu_budget else 0.0
+    the states, and recompute less. If the plan does not fit, it may gain everything."""
+    if plan.step_s == math.inf:
+        return math.inf
     gained = plan.seconds["host_update"] + plan.seconds["copies"]
     if plan.activations and plan.activations.swapped_layers:
         *_, others = skeletal_bytes(plan)
@@ -1609,6 +1644,17 @@ def fit_activations(c, plan, hardware):
     return replace(plan, seconds=seconds)
 
 
+def with_inputs_only(plan):
+    """Return the plan with layers that keep only their inputs, unless they run whole."""
+    if plan.recompute != "auto":
+        return plan
+    n = plan.reached_layers
+    inputs_only = ActivationPlan(
+        n, plan.chunks, resident=n, kept_chunks=0, layers_recomputing_attention=n
+    )
+    return replace(plan, activations=inputs_only)
+
+
 def with_activations(c, plan, hardware, saved=0.0):
     """Return the plan with its activation plan and its bytes, and whether it fits.
 
@@ -1623,12 +1669,7 @@ def with_activations(c, plan, hardware, saved=0.0):
             return plan
         return replace(plan, memory=plan.memory | {"other states save": -saved})
 
-    if plan.recompute == "auto":  # at first, layers keep their inputs only
-        inputs_only = ActivationPlan(
-            n, plan.chunks, resident=n, kept_chunks=0, layers_recomputing_attention=n
-        )
-        plan = replace(plan, activations=inputs_only)
-    plan = counted(plan)
+    plan = counted(with_inputs_only(plan))
 
     if plan.recompute == "auto" and c.recompute == "auto":
         # The activation plan is for one micro-batch through one virtual stage. At most `passes` of

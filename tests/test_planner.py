@@ -413,6 +413,22 @@ def parse_question(command: str) -> planner.PlannerFlags:
             "--model llama3-8b --cluster h100x1 --ranks 2 --seq 32K --batch 2 --host-memory 112G",
             "--resident-states 16",
         ),
+        # states that stay on the GPU make room on the host for activations that the GPU cannot keep
+        (
+            "--model 7b --cluster h200x8 --ranks 1 --seq 832K --batch 1 --host-memory 112G",
+            "--resident-states 1",
+        ),
+        # only some of the numbers of resident states fit, and too few of these were tried
+        (
+            "--model 7b --cluster A100 --ranks 1 --seq 32K --batch 1 --moments bf16 "
+            "--host-memory 32G",
+            "--resident-states 5",
+        ),
+        (
+            "--model 13b --cluster H100 --ranks 4 --seq 8K --batch 32 --sp 1 --micro-batch 4 "
+            "--chunk 8K --p 2 --g 2 --os 2 --os-place host",
+            "--resident-states 18",
+        ),
     ],
 )
 def test_flags_by_hand_that_found_something_better(command, flags):
@@ -424,6 +440,47 @@ def test_flags_by_hand_that_found_something_better(command, flags):
     best = first_plan(parse_question(command))
     by_hand = first_plan(parse_question(f"{command} {flags}"))
     assert best and by_hand and best.token_s <= 1.002 * by_hand.token_s
+
+
+@parametrize(
+    "flags",
+    [
+        "--model 7b --cluster H100 --ranks 1 --seq 8K --batch 1",
+        "--model 65b --cluster H100 --ranks 8 --seq 8K --batch 8 --sp 1",
+    ],
+)
+def test_resident_states_are_tried_only_where_they_fit(flags, monkeypatch):
+    """Only numbers of resident states with which a plan fits get an activation plan. The result
+    does not depend on the number that a plan has already, also if a limit is lifted.
+
+    Catches a search that spends most of its time on plans that do not fit, and an answer to what
+    binds a plan that keeps its resident states where none would be better.
+    """
+    asked = parse_question(flags)
+    here = asked.hardware()
+    best = first_plan(asked, here)
+    assert 0 < best.resident_states < best.stage_layers
+
+    priced = []
+    fit_activations = planner.fit_activations
+    monkeypatch.setattr(
+        planner,
+        "fit_activations",
+        lambda *args: priced.append(fit_activations(*args)) or priced[-1],
+    )
+    streams_all = replace(best, resident_states=0)
+    assert planner.fit(asked, streams_all, here).resident_states == best.resident_states
+    assert len(priced) > 4 and all(plan.step_s < math.inf for plan in priced)
+
+    profile = planner.scaled(here.profile, "", host=1000.0)
+    for lifted in (
+        replace(here, gpu_budget=planner.NO_LIMIT),
+        replace(here, host_budget=planner.NO_LIMIT),
+        replace(here, profile=profile),
+    ):
+        found = [planner.fit(asked, plan, lifted) for plan in (best, streams_all)]
+        assert found[0].resident_states == found[1].resident_states
+        assert found[0].step_s == found[1].step_s <= best.step_s
 
 
 @slow
