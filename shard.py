@@ -833,13 +833,12 @@ class States:
         Of the ranks that hold the same states, one saves them to checkpoints and adds the gradients
         of the same elements to the global norm.
         """
-        # the first units, up to the last layer whose states stay on the GPU
-        layers_left = resident_states
-        for unit in self.units:
-            if layers_left == 0:
-                break
-            unit.has_resident_states = True
-            layers_left -= unit.is_layer
+        # the first units, up to the last layer whose states stay on the GPU. The head is not among
+        # them, even if this stage has fewer layers than the largest stage
+        resident_layers = [unit for unit in self.units if unit.is_layer][:resident_states]
+        if resident_layers:
+            for unit in self.units[: resident_layers[-1].index + 1]:
+                unit.has_resident_states = True
 
         params = [param for unit in self.units for param in unit.trained_params]
         sizes = [len(param.owned_param) for param in params]

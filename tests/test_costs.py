@@ -167,6 +167,45 @@ def test_bytes_of_states_in_both_places_are_those_of_the_largest_stages(parts, m
         assert host["optimizer"] == max(on_host) and on_host[1] > on_host[0]
 
 
+class FrozenEmbedding(m.LLaMA):
+    """A model whose embedding is frozen, while its head trains."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.embed.frozen = True
+
+
+def test_a_head_streams_its_states_from_a_stage_with_few_layers(monkeypatch):
+    """The largest stage would have 6 layers, and 6 keep their states on the GPU. The last stage has
+    5 layers and a large head, whose states are on the host, as the plan counts them.
+
+    Catches a stage that keeps its head's states on the GPU in place of a layer's.
+    """
+    monkeypatch.setitem(
+        m.ARCHITECTURES, "frozen embedding", m.Architecture(m.Block, FrozenEmbedding)
+    )
+    plan = costs.Plan(
+        m.ModelConfig(4096, 64, 9, 4, 2, 128, 16, architecture="frozen embedding"),
+        torch.bfloat16,
+        2,
+        2,
+        64,
+        batch=2,
+        os_place="host",
+        resident_states=6,
+        pp=2,
+        pp_chunks=2,
+    )
+    dist.init_process_group("fake", rank=1, world_size=2, store=FakeStore())
+    _, states, _ = built(planned_run(plan))
+    streamed = [unit for unit in states.units if not unit.has_resident_states]
+    assert [unit.name for unit in streamed] == ["head"]
+    on_host = sum(state.nbytes for state in streamed[0].params[0].states.values())
+    gpu, host = costs.memory_of_states(plan)
+    assert on_host == host["optimizer"]
+    assert states.bytes()["optimizer"] - on_host <= gpu["resident states"]
+
+
 def seconds(profile: hardware.Profile, **choices) -> float:
     """Return the predicted seconds of SMALL_PLAN with other choices."""
     return costs.predict(replace(SMALL_PLAN, **choices), profile).step_s
