@@ -1892,7 +1892,7 @@ def choices(plan: Plan) -> dict[str, str]:
     if plan.os_place == "host":
         states += ", optimizer states on the host"
     if plan.resident_states:
-        states += f", those of the first {plan.resident_states} layers on the GPU"
+        states += f", {resident_states_in_words(plan.resident_states, plan.pp)}"
     if plan.keeps_casts:
         states += ", float8 casts kept for a step"
     return {
@@ -1905,6 +1905,13 @@ def choices(plan: Plan) -> dict[str, str]:
         "states": states,
         "activations": activations_in_words(plan),
     }
+
+
+def resident_states_in_words(layers: int, stages: int = 1) -> str:
+    """Say which states are on the GPU: 'those of the first 12 layers on the GPU'."""
+    first = "the first layer" if layers == 1 else f"the first {layers} layers"
+    of_stage = " of each stage" if stages > 1 else ""
+    return f"those of {first}{of_stage} on the GPU"
 
 
 def activations_in_words(plan):

@@ -45,6 +45,7 @@ from costs import Plan, nearest_kernel, predict
 from hardware import Profile, find_profile
 from model import MODELS
 from offload import ActivationPlan
+from planner import resident_states_in_words
 from shard import STREAMS, Factors
 from streams import GIB
 
@@ -232,7 +233,7 @@ def plan_texts(row: dict, factors: Factors | None) -> list[str]:
     if row.get("os_place") == "host":
         text = "optimizer states on the host"
         if layers := row.get("resident_states"):
-            text += f", those of the first {layers} layers on the GPU"
+            text += f", {resident_states_in_words(layers, row.get('pp', 1))}"
         texts.append(text)
     return texts
 

@@ -235,6 +235,17 @@ def test_sizes_are_said_in_a_unit_that_shows_them():
         streams.host_budget(1, 2**50)
 
 
+def test_states_are_named_by_their_layers():
+    """A plan says of which layers the optimizer states stay on the GPU, in a pipeline of each stage.
+
+    Catches "the first 1 layers", and a count that a reader takes for the whole model's.
+    """
+    plan = costs.Plan(m.MODELS["1b"], torch.bfloat16, 2, 2, 64, os_place="host", resident_states=1)
+    assert planner.choices(plan)["states"].endswith("those of the first layer on the GPU")
+    plan = replace(plan, resident_states=4, pp=2)
+    assert planner.choices(plan)["states"].endswith("the first 4 layers of each stage on the GPU")
+
+
 def test_papers_choices():
     """AMSP's choice for 7B (table IV) is the best on 1024 GPUs, and ties with the best on 64.
 
