@@ -180,8 +180,8 @@ def peer_run(bench: Bench, cfg: Config) -> Run:
     """Return the run of a peer. Layers run whole, and attention has one head group, whose
     all-to-alls NCCL sends. It is planned for unlimited memory, because whether a peer fits is
     measured."""
-    cfg = replace(cfg, head_groups=1, ring=1, recompute="none")
-    cfg = replace(cfg, os_place="gpu", resident_states=None)
+    whole_layers = {"head_groups": 1, "ring": 1, "recompute": "none"}
+    cfg = replace(cfg, **whole_layers, os_place="gpu", resident_states=None)
     run, *_ = plan_runs(bench, cfg, gpu_bytes=NO_LIMIT)
     # per_node 0: attention.make_exchange then takes NCCL rather than copies within a node
     return replace(run, plan=replace(run.plan, per_node=0))

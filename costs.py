@@ -290,7 +290,7 @@ class Plan:
 
         If states of layers stay on the GPU, so do those of the embedding, which the forward needs
         first. In a pipeline the first stage has the embedding, and the last one the head, whose
-        states are on the host. Either number is that of the stage with the most."""
+        states are on the host. Each of the two numbers is that of the stage where it is largest."""
         if self.resident_states == 0:
             return 0, self.trained_params
         layers = sum(self.counts.trained_layer_params[: self.resident_states])

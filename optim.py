@@ -713,9 +713,7 @@ class HostStates:
 
         states: by name, each (n,), on the host, as they are stored. weight: (n,), on the GPU. The
         yielded states always include the whole master weight, in float32 or wider."""
-        size = len(weight)
-        for start in range(0, size, self.piece_elements):
-            piece = slice(start, min(start + self.piece_elements, size))
+        for piece in self.pieces_of(weight):
             on_host = [state[piece] for state in states.values()]
             buffer = next(self.buffers)
             on_gpu = [tensor[: piece.stop - piece.start] for tensor in buffer.data]
@@ -740,12 +738,16 @@ class HostStates:
     ) -> Iterator[tuple[slice, dict[str, Tensor]]]:
         """Yield the same as stream_through, for a matrix whose states stay on the GPU. Nothing is
         copied to or from the host."""
-        size = len(weight)
-        for start in range(0, size, self.piece_elements):
-            piece = slice(start, min(start + self.piece_elements, size))
+        for piece in self.pieces_of(weight):
             stored = {name: state[piece] for name, state in states.items()}
             yield piece, self.join(stored, weight[piece])
             self.split(stored, weight[piece])
+
+    def pieces_of(self, weight: Tensor) -> Iterator[slice]:
+        """Yield the ranges of a matrix's elements (n,) that are updated one after the other."""
+        size = len(weight)
+        for start in range(0, size, self.piece_elements):
+            yield slice(start, min(start + self.piece_elements, size))
 
     def join(self, stored: dict[str, Tensor], weight: Tensor) -> dict[str, Tensor]:
         """Return the states of a piece as the optimizer gets them, in the order in which it
@@ -763,7 +765,7 @@ class HostStates:
 
     def split(self, stored: dict[str, Tensor], weight: Tensor) -> None:
         """Set the weight and the rest of a piece from the master weight that `join` made and the
-        optimizer updated. Arguments: those of `join`."""
+        optimizer updated. The arguments are those of `join`."""
         if REST in stored:
             rest = stored[REST]
             split_master(self.master[: len(rest)], weight, rest)

@@ -1370,8 +1370,8 @@ class States:
         )
 
     def update_param(self, param: ShardedParam) -> None:
-        """Update what this rank owns of a matrix: all at once, or piece by piece if states are on the
-        host. (Then also the matrices whose own states stay on the GPU are updated in pieces.)"""
+        """Update what this rank owns of a matrix: all at once, or, with storage "host", piece by
+        piece, even if the matrix's own states stay on the GPU."""
         pieces = [(slice(None), param.states)]
         if self.host_states and param.unit.has_resident_states:
             pieces = self.host_states.pieces_on_gpu(param.states, param.owned_param)

@@ -79,9 +79,8 @@ def draw_layer(path: Path) -> None:
     """Draw a layer's three parts, where its tensors are until backward, and how copies overlap."""
     fig, ax = canvas(9, 6.7)
 
-    heading(
-        ax, 0.1, 0.2, "Only attention mixes tokens, so the rest of a layer runs in chunks of tokens"
-    )
+    title = "Only attention mixes tokens, so the rest of a layer runs in chunks of tokens"
+    heading(ax, 0.1, 0.2, title)
     for i in range(3):
         y = 0.5 + 0.36 * i
         ax.text(0.1, y + 0.14, f"chunk {i}", va="center")

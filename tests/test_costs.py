@@ -126,7 +126,8 @@ def test_bytes_of_states_in_both_places_are_those_of_the_largest_stages(parts, m
     """If the states of a stage's first layers stay on the GPU, the stage with the embedding has the
     most bytes there, and the stage with the head the most on the host. Both are counted.
 
-    Catches the head's states, which stream although those of all layers stay on the GPU.
+    Catches a plan that leaves out the head's states, which stream even if those of all layers stay
+    on the GPU.
     """
     monkeypatch.setattr(costs, "PIECE_ELEMENTS", 1000)
     monkeypatch.setattr(optim, "PIECE_ELEMENTS", 1000)
