@@ -162,6 +162,7 @@ def make_step(run: Run) -> Step:
     """Build a step as train.py does. A collective."""
     groups = groups_of(run.plan.tp, run.plan.pp)
     train.print_plan(run)
+    train.warn_of_short_host_memory(run.plan)
     model, states = train.build_model(run, train.make_attention(run, groups), groups)
     train.load_random_weights(run, states)
     batch = random_batch(run)

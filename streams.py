@@ -180,6 +180,19 @@ def host_budget(ranks: int, asked: int | None, root: Path = Path("/")) -> float:
     return asked / ranks
 
 
+def available_host_bytes(root: Path = Path("/")) -> float:
+    """Return the bytes of host memory that this node can give to a new process, as Linux estimates
+    them: what is free, and what caches of files give up when memory is needed.
+
+    NO_LIMIT if Linux does not say. root: the folder in which proc lies; tests have another one.
+    """
+    for line in read_lines(root / "proc/meminfo"):  # "MemAvailable:   24117248 kB"
+        name, *value = line.split()
+        if name == "MemAvailable:":
+            return int(value[0]) * 2**10
+    return NO_LIMIT
+
+
 # File system of control groups -> the files of a group that limit memory. memory.high counts, too:
 # Linux does not kill a group above it, but slows it down until memory is reclaimed. Pinned memory
 # cannot be reclaimed, so the group would stand still. Of memory.stat only one line is a limit,

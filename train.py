@@ -167,7 +167,7 @@ from ranks import (
 )
 from replay import StepMemory, mark
 from shard import States, check_weights
-from streams import GIB, NO_LIMIT, CommStream, host_budget, in_unit
+from streams import GIB, NO_LIMIT, CommStream, available_host_bytes, host_budget, in_unit
 from tensor import TensorParallel, check_tensor_parallel, split_model
 
 LONGEST_ON_CPU = 2**14  # tokens of a sequence, if a run falls back to the CPU
@@ -992,6 +992,8 @@ def configure(command_flags: dict, local_rank: int) -> Run:
         read_weights=read_weights,
     )
     print_run(run, plans)
+    if not cfg.dry_run:
+        warn_of_short_host_memory(run.plan)
     return run
 
 
@@ -1165,6 +1167,23 @@ def print_plan(run: Run, other_plans: Sequence[costs.Plan] = ()) -> None:
         print0(planner.describe_plans([run.plan, *other_plans], run.hardware))
         for line in planner.graph_gain_in_words(run.cfg, run.plan):
             print0(line)
+
+
+def warn_of_short_host_memory(plan: costs.Plan) -> None:
+    """Print a warning if a plan takes more host memory than a node has left.
+
+    Linux kills a process that takes more, and the process cannot print why. A collective of all
+    ranks, before any of them takes this memory.
+    """
+    available = min(gather_objects(available_host_bytes()))
+    needed = plan.host_bytes * plan.per_node
+    if needed > available:
+        print0(
+            f"WARNING: this plan takes {in_unit(needed)} of host memory per node, and a node has "
+            f"only {in_unit(available)} left, because other processes use the rest. Linux may kill "
+            "this run without a message. End the other processes, or pass --host-memory "
+            f"{int(available * 7 / 8 / GIB)}G"
+        )
 
 
 # ---------------------------------------------------------------------------- build

@@ -141,6 +141,26 @@ def test_smallest_limit_of_the_control_groups_counts(name, tmp_path, monkeypatch
         streams.host_budget(2, gib * GIB + 1, tmp_path)
 
 
+def test_available_memory_counts_caches_as_free(tmp_path):
+    """What Linux estimates is read, and no estimate is no limit."""
+    assert streams.available_host_bytes(tmp_path) == streams.NO_LIMIT
+    (tmp_path / "proc").mkdir()
+    lines = "MemTotal: 9000 kB\nMemFree: 1000 kB\nMemAvailable:    3000 kB\nHugePages_Total: 0\n"
+    (tmp_path / "proc/meminfo").write_text(lines)
+    assert streams.available_host_bytes(tmp_path) == 3000 * 2**10
+
+
+def test_a_plan_for_more_host_memory_than_is_left_is_announced(tmp_path, monkeypatch, capsys):
+    """Linux kills a process that takes more, and then nothing is printed."""
+    flags = f"--steps 1 --os-place host --save-every -1 --out {tmp_path}"
+    for left, warned in ((16 * GIB, False), (2**10, True)):
+        monkeypatch.setattr(train, "available_host_bytes", lambda: left)
+        main(f"{flags}/{warned}")
+        text, *_ = capsys.readouterr().out.partition("step 1/1")
+        assert ("WARNING: this plan takes" in text) == warned
+    assert re.search(r"takes \S+ MiB of host memory per node, and a node has only 1\.0 KiB left", text)
+
+
 TEXT_FLAGS = [  # all flags whose value may be any text, so also a path
     (program, name)
     for program in (train.Config, planner.PlannerFlags)
