@@ -99,7 +99,7 @@ from fp8 import E4M3, can_use_float8
 from hardware import Profile, interpolate, interpolate_twice, launch_host
 from model import ModelConfig, flops_per_token
 from offload import ActivationPlan, matrices_of, trace_block
-from ops import LOSS_ELEMENTS, accumulation_dtype
+from ops import accumulation_dtype, loss_chunks
 from optim import ADAMW, OPTIMIZERS, PIECE_BUFFERS, PIECE_ELEMENTS, REST, Optimizer
 from shard import STREAMS, Factors
 
@@ -1075,13 +1075,14 @@ def most_saved_again_width(plan) -> float:
 def loss_tensors(plan) -> list[TensorSize]:
     """Return what head and loss allocate (ops._HeadLoss).
 
-    It runs in chunks of tokens whose logits have at most LOSS_ELEMENTS elements.
+    There are logits of one chunk of tokens, and their gradients for one group of chunks.
     """
     n, wide = plan.tokens_between_products, plan.accum_dtype
     vocab, dim = plan.vocab_matrix
-    rows = min(LOSS_ELEMENTS / vocab, n)
+    chunk, group = loss_chunks(vocab)
     return [
-        TensorSize("logits and their gradient", rows, vocab, wide, 2),
+        TensorSize("logits", min(chunk, n), vocab, wide),
+        TensorSize("gradients of the logits", min(group, n), vocab, plan.dtype),
         TensorSize("gradient of the head", vocab, dim, wide, int(plan.counts.trains_head)),
         TensorSize(
             "the last layer's output, its norm, the norm's gradient", n, 3 * dim, plan.dtype
@@ -1710,7 +1711,6 @@ LOSS = [
     elementwise("largest logit of a token", "logits", ""),
     elementwise("sum of exponentials", "logits", ""),
     elementwise("gradient", "logits", "dlogits"),
-    elementwise("gradient in the dtype of x", "dlogits", "dlogits_narrow"),
 ]
 HEAD_GRAD = [elementwise("the head's gradient, times that of the loss", "dhead_wide", "dhead")]
 EMBEDDING_GRAD = [
@@ -1727,28 +1727,30 @@ TIED_GRADS = [  # dtied, the sum of both, is float32
 def head_seconds(est, plan):
     """Return the seconds of a micro-batch's head and loss, forward and backward, and of the
     embedding's gradient."""
+    tokens = plan.tokens_between_products
     vocab, dim = plan.vocab_matrix
     e, wide = plan.dtype.itemsize, plan.accum_bytes
-    logits, matrix = plan.tokens_between_products * vocab, vocab * dim
+    logits, matrix = tokens * vocab, vocab * dim
     nbytes = {
         "logits": logits * wide,
-        "dlogits": logits * wide,
-        "dlogits_narrow": logits * e,
+        "dlogits": logits * e,
         "dhead_wide": matrix * wide,
         "dhead": matrix * e,
         "dembed": matrix * e,
         "dtied": matrix * wide,
     }
-    kinds = ["forward", "input_grad"]
+    chunk, group = (min(size, tokens) for size in loss_chunks(vocab))
+    of_group = ("input_grad",)
     kernels = list(LOSS)
     if plan.counts.trains_head:
-        kinds.append("weight_grad_sum")
+        of_group += ("weight_grad_sum",)
     if plan.sums_vocab_grads:
         kernels += TIED_GRADS
     else:
         kernels += HEAD_GRAD if plan.counts.trains_head else []
         kernels += EMBEDDING_GRAD if plan.counts.trains_embedding else []
-    products = est.products(tuple(kinds), plan.tokens_between_products, vocab, dim)
+    products = tokens / chunk * est.products(("forward",), chunk, vocab, dim)
+    products += tokens / group * est.products(of_group, group, vocab, dim)
     return products + est.moved(moved_bytes(kernels, nbytes))
 
 

@@ -227,8 +227,9 @@ def swiglu_input_grads(da, gate_up):
 
 
 @compiled
-def softmax_loss(logits, labels, scale):
-    """Return each token's cross-entropy (N, 1), and the gradient of their sum * scale (N, V).
+def softmax_loss(logits, labels, scale, dlogits):
+    """Return each token's cross-entropy (N, 1), and write the gradient of their sum * scale into
+    dlogits (N, V), in its dtype. dlogits=None: compute no gradient.
 
     logits (N, V), labels (N,), scale 0-dim. A token whose label is IGNORE has loss 0, gradient 0.
     """
@@ -237,10 +238,10 @@ def softmax_loss(logits, labels, scale):
     target = torch.arange(logits.shape[1], device=logits.device) == labels  # (N, V), one-hot
     lse = logits.logsumexp(-1, keepdim=True)
     target_logit = (logits * target).sum(-1, keepdim=True)
-    losses = torch.where(valid, lse - target_logit, 0)
-    probability = (logits - lse).exp()
-    grad = probability - target.to(logits.dtype)
-    return losses, grad * torch.where(valid, scale, 0)
+    if dlogits is not None:
+        probability = (logits - lse).exp()
+        dlogits.copy_((probability - target.to(logits.dtype)) * torch.where(valid, scale, 0))
+    return torch.where(valid, lse - target_logit, 0)
 
 
 def matmul_fp32(a: Tensor, b: Tensor) -> Tensor:
@@ -813,13 +814,29 @@ def embedding(matrix: Matrix, tokens: Tensor) -> Tensor:
 
 
 LOSS_ELEMENTS = 2**27  # the most logits of a chunk of tokens: 512 MiB of float32
+LOSS_GRAD_TOKENS = 4096  # so many tokens, or one chunk, add to the gradient of the head at once
+TILE_TOKENS = 128  # a product computes so many tokens, or more, at a time
+
+
+def loss_chunks(vocab: int) -> tuple[int, int]:
+    """Return the tokens of a chunk and of a group of chunks, in head and loss (_HeadLoss)."""
+    chunk = max(1, LOSS_ELEMENTS // vocab)
+    if chunk > TILE_TOKENS:
+        chunk -= chunk % TILE_TOKENS  # a tile that is not full takes as long as a full one
+    return chunk, chunk * max(1, LOSS_GRAD_TOKENS // chunk)
 
 
 class _HeadLoss(Function):
-    """Compute the head and the cross-entropy loss together, in chunks of tokens.
+    """Compute the head and the cross-entropy loss together, in groups of chunks of tokens.
 
     Why chunks: the logits of all tokens (N, V) never exist at once. In float32, the logits of 128K
     tokens would take 15.6 GiB (V = 32,000). A chunk has at most LOSS_ELEMENTS logits.
+
+    Why groups: a large vocabulary has short chunks, 1,024 tokens for V = 128,256. The product
+    dW += dlogits^T x reads and writes all of dW. With so few tokens, these bytes take about as long
+    as the FLOPs. So dlogits is collected from the chunks of a group, which has about
+    LOSS_GRAD_TOKENS tokens, and there is one product per group. dlogits is in x's dtype, so in bf16
+    it takes half as many bytes as the logits.
 
     Why gradients in the forward pass: the loss is a scalar, so its gradient dloss is one number.
     The gradients for dloss = 1 are computed as soon as a chunk's logits exist, and backward
@@ -831,28 +848,30 @@ class _HeadLoss(Function):
     @staticmethod
     def forward(ctx, x, weight, labels, scale, head, differentiate):
         w = head.events.unshard(head, backward=False)  # (V, C)
-        chunk = max(1, LOSS_ELEMENTS // len(w))
+        chunk, group = loss_chunks(len(w))
         accum_dtype = accumulation_dtype(x.dtype)
-        dw = None
+        dw = dlogits = None
         if differentiate:
             dx = torch.empty_like(x)
             if not head.frozen:
                 dw = torch.empty_like(w, dtype=accum_dtype)
             ctx.save_for_backward(dx, dw)
             ctx.head = head
+            dlogits = x.new_empty(min(group, len(x)), len(w))  # of one group after the other
         losses = []
-        for i in range(0, len(x), chunk):
-            rows = slice(i, i + chunk)  # n tokens
-            # float32 logits (n, V) -> (n, 1), (n, V). Without a name, the logits are freed at once
-            token_losses, dlogits = softmax_loss(matmul_fp32(x[rows], w.t()), labels[rows], scale)
-            losses.append(token_losses)
+        for first in range(0, len(x), group):
+            end = min(first + group, len(x))
+            for start in range(first, end, chunk):
+                rows = slice(start, min(start + chunk, end))  # n tokens
+                into = dlogits[start - first : rows.stop - first] if differentiate else None
+                # float32 logits (n, V) -> (n, 1). Without a name, the logits are freed at once
+                losses.append(softmax_loss(matmul_fp32(x[rows], w.t()), labels[rows], scale, into))
             if differentiate:
-                dlogits = dlogits.to(x.dtype)
-                torch.mm(dlogits, w, out=dx[rows])
+                of_group = dlogits[: end - first]
+                torch.mm(of_group, w, out=dx[first:end])
                 if dw is not None:
-                    beta = 0 if i == 0 else 1  # the first chunk overwrites dw
-                    weight_grad_into(dlogits, x[rows], dw, beta)
-            del dlogits  # before the next chunk's are made
+                    beta = 0 if first == 0 else 1  # the first group overwrites dw
+                    weight_grad_into(of_group, x[first:end], dw, beta)
         if not losses:  # a rank without tokens has no chunks
             losses.append(x.new_empty(0, 1, dtype=accum_dtype))
             if dw is not None:

@@ -1090,7 +1090,7 @@ def expose_races() -> None:
     """
     # this also fills fresh memory with NaN (fill_uninitialized_memory, PyTorch's default)
     torch.use_deterministic_algorithms(True)
-    optim.PIECE_ELEMENTS, ops.LOSS_ELEMENTS = 300, 67 * 7
+    optim.PIECE_ELEMENTS, ops.LOSS_ELEMENTS, ops.LOSS_GRAD_TOKENS = 300, 67 * 7, 14
     seed_delays("")
     pipeline.Link.launch = lambda *message: DelayedMessage(*message)
 
@@ -1652,12 +1652,13 @@ EXAMPLES = [
 def test_model_equals_plain_pytorch(size, block, monkeypatch):
     """The model has Plain's logits, loss and gradients, in one process and without sharding.
 
-    Its loss is computed piece by piece. Catches a wrong gradient in a hand-written backward, and a
+    Its loss is computed in groups of two chunks. Catches a wrong gradient in a hand-written backward, and a
     label that is lost.
     """
     norms = block == "norms"
     architecture = block if block in m.ARCHITECTURES else "llama"
     monkeypatch.setattr(ops, "LOSS_ELEMENTS", 67 * 7)
+    monkeypatch.setattr(ops, "LOSS_GRAD_TOKENS", 14)
     cfg = replace(SIZES[size], qkv_bias=norms, qk_norm=norms, architecture=architecture)
     model, plain = m.LLaMA(cfg).double(), Plain(cfg, block, "cpu")
     model.load_state_dict(plain.weights())

@@ -12,7 +12,7 @@ To switch it on, write `import examples.lora` in train.py, below its other impor
 W + alpha / r * B A, and proves on a small model that transformers computes the same from it.
 
 Example: no plan trains all 8B weights on 512K tokens and one H100, because a step needs at least
-89.0 GiB, and 75.2 GiB are free. With adapters planner.py predicts 537 s per step, 976 tokens per
+89.0 GiB, and 75.2 GiB are free. With adapters planner.py predicts 537 s per step, 977 tokens per
 second, 75.1 GiB on the GPU, 56.3 GiB on the host. It does not count adding the two products:
 
     planner.py --model llama3-8b --architecture lora --cluster h100x1 --ranks 1 --seq 512K --batch 1

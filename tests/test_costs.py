@@ -746,10 +746,11 @@ def test_predictions_are_what_was_measured():
         assert 0.88 < r["now_s"] / r["step_s"] < 0.98
         assert 0.99 < r["now_gib"] / r["gpu_gib"] < 1.01
         rows.remove(r)
-    # where a layer's tokens are one long chunk, bytes are counted a little high
+    # where a layer's tokens are one long chunk, bytes are counted a little high. And since these
+    # rows were measured, head and loss take 0.27 GiB less with 32,000 tokens in the vocabulary
     for r in rows:
         most_gib = 1.032 if r["chunk"] >= 2**16 else 1.01
-        assert 0.99 < r["now_gib"] / r["gpu_gib"] < most_gib, r["label"]
+        assert 0.987 < r["now_gib"] / r["gpu_gib"] < most_gib, r["label"]
     known = [r for r in rows if r["kind"] != report.pictures.ELSEWHERE]
     unknown = [r for r in rows if r not in known]
     for r in known[:]:

@@ -562,9 +562,12 @@ def test_simulated_step_requests_what_a_gpu_did(name, seq, factors, kept, chunk)
     _, real = memplan.read_trace(ROOT / "results" / "2026-11-2xh200" / f"memplan-{name}.csv")
     plan = swapping_plan(m.MODELS["7b"], 2, seq, factors, kept, chunk=chunk, head_groups=4)
     requests, _, _ = simulate_step(plan)
-    assert peak_alive(requests) == approx(peak_alive(real), rel=1e-3)
+    # The recorded program had two float32 tensors of 4,194 tokens, logits and their gradients. Now
+    # the logits have 4,096 tokens, and the gradients are in bf16
+    saved = (2 * 4 * 4194 - (4 + 2) * 4096) * 32000
+    assert peak_alive(requests) == approx(peak_alive(real) - saved, rel=1e-4)
     ours, theirs = (Counter(r.size for r in x) for x in (requests, real))
-    assert (ours & theirs).total() > 0.999 * len(real)
+    assert (ours & theirs).total() >= len(real) - 8  # all but those of head and loss
     # Since the recording, the engine makes three more requests per layer and chunk: two for sums of
     # the residual stream, and one for a sum of its gradients.
     assert len(requests) < 1.002 * len(real) + 3 * kept[0] * seq // chunk

@@ -409,7 +409,7 @@ def test_eval_of_ranks_equals_one_model(tmp_path):
         f"--p 2 --g 2 --os 2 --data {ids_without_spaces(tmp_path / 'ids.bin')} --out {tmp_path}",
         4,
         # several pieces per loss, two batches, and a picture
-        f"ops.LOSS_ELEMENTS = 2**14; train.EVAL_SEQUENCES = {sequences}\n"
+        f"ops.LOSS_ELEMENTS = 2**14; ops.LOSS_GRAD_TOKENS = 1; train.EVAL_SEQUENCES = {sequences}\n"
         "main = functools.partial(main, picture=True)",
     )
     (row,) = read_log(tmp_path)
