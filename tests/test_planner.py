@@ -29,7 +29,7 @@ import shard
 import streams
 import train
 from helpers import fastest, round_machine
-from test_all import parametrize, slow
+from test_all import ROOT, parametrize, slow
 
 H200 = hardware.load_profile("h200x2")
 
@@ -868,6 +868,25 @@ def test_lag_is_the_largest_that_needs_no_memory():
 
 
 # ---------------------------------------------------------------------------- the program
+
+
+def test_answer_in_docs_is_what_the_planner_prints():
+    """docs/planning.md shows four lines of the answer to its first command. The fourth one has
+    titles and numbers of a table.
+
+    Catches an answer of an earlier planner.
+    """
+    text = (ROOT / "docs/planning.md").read_text()
+    command = re.search(r"(?m)^python planner\.py (.*)$", text)[1]
+    *choices, numbers = re.search(r"(?m)^shortened:\n\n((?:    .*\n)+)", text)[1].splitlines()
+    answer = ask(command)
+    for line in choices:
+        for cell in re.split("  +", line.strip().removesuffix("...")):
+            assert cell.strip() in answer, cell
+    row = re.search(r"(?m)^1 +(.*)as above", answer)[1]
+    for number in re.findall(r"\d+\.\d%?", numbers):
+        assert number in row.split(), number
+    assert len(choices) == 3
 
 
 def test_adapters_fit_where_full_training_does_not():
