@@ -1566,8 +1566,12 @@ def fit(c, plan, hardware, skip=lambda plan: False):
             if count not in plans:
                 with_states = replace(plan, resident_states=count)
                 plans[count] = fit_activations(c, with_states, hardware)
-        # on a tie the one with the fewest resident states
-        return min(sorted(plans), key=lambda n: (plans[n].step_s, worst_ratio(plans[n], hardware)))
+        # on a tie the one with the fewest resident states; if none fits, the one nearest to fitting
+        def key(count):
+            step_s = plans[count].step_s
+            return step_s, worst_ratio(plans[count], hardware) if step_s == math.inf else 0.0
+
+        return min(sorted(plans), key=key)
 
     first = plans[best_of(counts[:1])]
     if len(counts) == 1:
@@ -1580,10 +1584,15 @@ def fit(c, plan, hardware, skip=lambda plan: False):
 
     # The more layers keep their states on the GPU, the less the others wait for copies, and the
     # less room is left for activations. The best number may lie anywhere among the counts: try up
-    # to nine of them at equal distances, and then all around the best of these
+    # to nine of them at equal distances, and then all around the best of these. Several may tie for
+    # the best, because x and o are dropped of whole layers
     distance = ceil_div(len(counts), 8)
-    near = counts.index(best_of([*counts[::distance], counts[-1]]))
-    return plans[best_of(counts[max(0, near - distance) : near + distance + 1])]
+    best = best_of([*counts[::distance], counts[-1]])
+    least = plans[best].step_s
+    tied = [count for count in plans if plans[count].step_s == least < math.inf] or [best]
+    return plans[
+        best_of(count for count in counts if any(abs(count - near) <= distance for near in tied))
+    ]
 
 
 def possible_resident_states(c, plan, hardware):

@@ -440,6 +440,12 @@ def parse_question(command: str) -> planner.PlannerFlags:
             "--chunk 8K --p 2 --g 2 --os 2 --os-place host",
             "--resident-states 18",
         ),
+        # several numbers tied, and only those around one of them were tried
+        (
+            "--model llama3-8b --cluster A100 --ranks 16 --seq 256K --batch 16 --grad-sums dtype "
+            "--products fp8 --sp 1 --head-groups 2 --chunk 16K --p 2 --g 4 --os 4 --os-place host",
+            "--resident-states 2",
+        ),
     ],
 )
 def test_flags_by_hand_that_found_something_better(command, flags):
