@@ -1617,11 +1617,16 @@ def possible_resident_states(c, plan, hardware):
         host = plan.passes_in_flight * candidates.host_bytes
     gpu = gpu + keeping_least.memory["messages"] + keeping_least.memory["working"]
 
+    # only where the optimizer states lie depends on the number
+    memory, on_host = memory_of_states(replace(plan, resident_states=0))
+    gpu = gpu + sum(memory.values())
+    bytes_per_param = on_host["optimizer"] / max(1, plan.trained_params)
+
     ratios = []  # by number of resident states: what the nearest plan needs, over what there is
     for count in range(fewest, most + 1):
-        memory, on_host = memory_of_states(replace(plan, resident_states=count))
-        of_gpu = (gpu + sum(memory.values())) / hardware.gpu_budget
-        of_host = (host + sum(on_host.values())) / max(1.0, hardware.host_budget)
+        params_on_gpu, params_on_host = replace(plan, resident_states=count).params_by_place
+        of_gpu = (gpu + bytes_per_param * params_on_gpu) / hardware.gpu_budget
+        of_host = (host + bytes_per_param * params_on_host) / max(1.0, hardware.host_budget)
         ratios.append(np.maximum(of_gpu, of_host).min())
     fitting = np.flatnonzero(np.array(ratios) <= 1 + 1e-9)
     if not fitting.size:
