@@ -1555,8 +1555,8 @@ def worst_ratio(plan, hardware):
 
 def fit(c, plan, hardware, skip=lambda plan: False):
     """Return the plan with its resident states, its activation plan, its bytes and its seconds,
-    which are infinite if it does not fit. It has as few resident states as possible if a bound of
-    its seconds with the best number of them is one that `skip` excludes."""
+    which are infinite if it does not fit. It has as few resident states as possible if `skip`
+    excludes even the seconds that are estimated for the best number of them."""
     plan = replace(plan, resident_states=c.resident_states or 0)
     counts = possible_resident_states(c, plan, hardware)
     plans = {}
@@ -1566,12 +1566,9 @@ def fit(c, plan, hardware, skip=lambda plan: False):
             if count not in plans:
                 with_states = replace(plan, resident_states=count)
                 plans[count] = fit_activations(c, with_states, hardware)
-        # on a tie the one with the fewest resident states; if none fits, the one nearest to fitting
-        def key(count):
-            step_s = plans[count].step_s
-            return step_s, worst_ratio(plans[count], hardware) if step_s == math.inf else 0.0
-
-        return min(sorted(plans), key=key)
+        if all(plan.step_s == math.inf for plan in plans.values()):  # the nearest to fitting
+            return min(sorted(plans), key=lambda count: worst_ratio(plans[count], hardware))
+        return min(sorted(plans), key=lambda count: plans[count].step_s)  # on a tie the fewest
 
     first = plans[best_of(counts[:1])]
     if len(counts) == 1:
@@ -1584,15 +1581,13 @@ def fit(c, plan, hardware, skip=lambda plan: False):
 
     # The more layers keep their states on the GPU, the less the others wait for copies, and the
     # less room is left for activations. The best number may lie anywhere among the counts: try up
-    # to nine of them at equal distances, and then all around the best of these. Several may tie for
-    # the best, because x and o are dropped of whole layers
+    # to nine of them at equal distances, and then all around the best of these. Several may be the
+    # best, because whole layers drop x and o, so a little more room may change nothing
     distance = ceil_div(len(counts), 8)
     best = best_of([*counts[::distance], counts[-1]])
-    least = plans[best].step_s
-    tied = [count for count in plans if plans[count].step_s == least < math.inf] or [best]
-    return plans[
-        best_of(count for count in counts if any(abs(count - near) <= distance for near in tied))
-    ]
+    fits = plans[best].step_s < math.inf
+    ties = [n for n in plans if fits and plans[n].step_s == plans[best].step_s] or [best]
+    return plans[best_of(n for n in counts if min(abs(n - tie) for tie in ties) <= distance)]
 
 
 def possible_resident_states(c, plan, hardware):
@@ -1600,8 +1595,9 @@ def possible_resident_states(c, plan, hardware):
     there is none, it has the number that is nearest to fitting.
 
     The more states stay on the GPU, the more room there is on the host, and the less on the GPU. So
-    the numbers with which a plan fits follow one another. To find them takes much less time than to
-    choose an activation plan for each of them."""
+    the numbers with which a plan fits follow one another. (In a pipeline there may be a gap, and
+    fit finds that the numbers in it do not fit.) To find them takes much less time than to choose
+    an activation plan for each of them."""
     fewest, most = plan.resident_states, most_resident_states(c, plan)
     if fewest == most:
         return range(most, most + 1)
@@ -1635,11 +1631,16 @@ def possible_resident_states(c, plan, hardware):
 
 
 def most_gained_by_resident_states(plan):
-    """Return how many seconds shorter a step may be, at most, if more states stay on the GPU. plan:
-    one that streams as many as possible from the host.
+    """Return an estimate of how many seconds shorter a step may be, at most, if more states stay on
+    the GPU. plan: one that streams as many as possible from the host.
 
     Layers no longer wait for copies; and layers that swap may swap more activations in the place of
-    the states, and recompute less. If the plan does not fit, it may gain everything."""
+    the states, and recompute less. If the plan does not fit, it may gain everything.
+
+    This is no bound, because a byte of attention's output saves more recomputation than a byte of
+    other activations. 48 of 2,001 random plans would gain more than the estimate. In the worst plan
+    that is known, this loses 0.74 % of a step. With a bound, some searches took three times as
+    long."""
     if plan.step_s == math.inf:
         return math.inf
     gained = plan.seconds["host_update"] + plan.seconds["copies"]
