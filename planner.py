@@ -1566,7 +1566,7 @@ def fit(c, plan, hardware, skip=lambda plan: False):
             if count not in plans:
                 with_states = replace(plan, resident_states=count)
                 plans[count] = fit_activations(c, with_states, hardware)
-        if all(plan.step_s == math.inf for plan in plans.values()):  # the nearest to fitting
+        if all(tried.step_s == math.inf for tried in plans.values()):  # the nearest to fitting
             return min(sorted(plans), key=lambda count: worst_ratio(plans[count], hardware))
         return min(sorted(plans), key=lambda count: plans[count].step_s)  # on a tie the fewest
 
