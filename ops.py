@@ -814,8 +814,8 @@ def embedding(matrix: Matrix, tokens: Tensor) -> Tensor:
 
 
 LOSS_ELEMENTS = 2**27  # the most logits of a chunk of tokens: 512 MiB of float32
-LOSS_GRAD_TOKENS = 4096  # so many tokens, or one chunk, add to the gradient of the head at once
-TILE_TOKENS = 128  # a product computes so many tokens, or more, at a time
+LOSS_GRAD_TOKENS = 4096  # the most tokens of a group of chunks, unless one chunk has more
+TILE_TOKENS = 128  # a matrix product computes its result in tiles of at least so many tokens
 
 
 def loss_chunks(vocab: int) -> tuple[int, int]:
@@ -832,11 +832,11 @@ class _HeadLoss(Function):
     Why chunks: the logits of all tokens (N, V) never exist at once. In float32, the logits of 128K
     tokens would take 15.6 GiB (V = 32,000). A chunk has at most LOSS_ELEMENTS logits.
 
-    Why groups: a large vocabulary has short chunks, 1,024 tokens for V = 128,256. The product
-    dW += dlogits^T x reads and writes all of dW. With so few tokens, these bytes take about as long
-    as the FLOPs. So dlogits is collected from the chunks of a group, which has about
-    LOSS_GRAD_TOKENS tokens, and there is one product per group. dlogits is in x's dtype, so in bf16
-    it takes half as many bytes as the logits.
+    Why groups: with a large vocabulary a chunk has few tokens, 1,024 for V = 128,256. The product
+    dW += dlogits^T x reads and writes all of dW. With so few tokens, this takes about as long as the
+    arithmetic. So the chunks of a group write their gradients into one tensor, dlogits, and the
+    group has one product. dlogits is in x's dtype: in bf16, a token takes half as many bytes there
+    as in the logits.
 
     Why gradients in the forward pass: the loss is a scalar, so its gradient dloss is one number.
     The gradients for dloss = 1 are computed as soon as a chunk's logits exist, and backward
@@ -857,7 +857,7 @@ class _HeadLoss(Function):
                 dw = torch.empty_like(w, dtype=accum_dtype)
             ctx.save_for_backward(dx, dw)
             ctx.head = head
-            dlogits = x.new_empty(min(group, len(x)), len(w))  # of one group after the other
+            dlogits = x.new_empty(min(group, len(x)), len(w))  # each group overwrites it
         losses = []
         for first in range(0, len(x), group):
             end = min(first + group, len(x))

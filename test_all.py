@@ -1652,8 +1652,8 @@ EXAMPLES = [
 def test_model_equals_plain_pytorch(size, block, monkeypatch):
     """The model has Plain's logits, loss and gradients, in one process and without sharding.
 
-    Its loss is computed in groups of two chunks. Catches a wrong gradient in a hand-written backward, and a
-    label that is lost.
+    Its loss is computed in groups of two chunks. Catches a wrong gradient in a hand-written
+    backward, and a label that is lost.
     """
     norms = block == "norms"
     architecture = block if block in m.ARCHITECTURES else "llama"

@@ -1182,7 +1182,7 @@ def warn_of_short_host_memory(plan: costs.Plan) -> None:
             f"WARNING: this plan takes {in_unit(needed)} of host memory per node, and a node has "
             f"only {in_unit(available)} left, because other processes use the rest. Linux may kill "
             "this run without a message. End the other processes, or pass --host-memory "
-            f"{int(available * 7 / 8 / GIB)}G"
+            f"{int(available * 7 / 8)}, in bytes"
         )
 
 

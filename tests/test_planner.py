@@ -1000,12 +1000,14 @@ def test_planner_places_rings(tmp_path):
         ("--ranks 8 --pp 8 --pp-chunks 1 --resident-states 4", "states 4: .* 3 layers.*states 3$"),
         (
             "--ranks 8 --os-layout inter --os 4 --p 2 --g 2 --resident-states 4",
-            "--resident-states: with --os-layout inter .*legal choices: .*--p 4 --g 4 --os 4",
+            "--resident-states: with --os-layout inter .*Nearest legal choices: .*"
+            "--p 4 --g 4 --os 4",
         ),
         # a layout that the optimizer sets, and not a flag
         (
             "--ranks 8 --optimizer muon --p 1 --g 8 --os 8 --resident-states 4",
-            "on their GPUs than others. Choose --resident-states 0, or as many --os as --p .1..",
+            "on their GPUs than others. Choose --resident-states 0, or as many --os as --p .1.. "
+            "Near",
         ),
         ("--ranks 8 --tp 3", "--tp 3: .* 16 heads, 16 key/value .* --tp 2, --tp 4, --tp 8$"),
         ("--ranks 8 --per-node 4 --pp 16", "--pp 16 .*--pp 8 --pp-chunks 1"),

@@ -158,9 +158,8 @@ def test_a_plan_for_more_host_memory_than_is_left_is_announced(tmp_path, monkeyp
         main(f"{flags}/{warned}")
         text, *_ = capsys.readouterr().out.partition("step 1/1")
         assert ("WARNING: this plan takes" in text) == warned
-    assert re.search(
-        r"takes \S+ MiB of host memory per node, and a node has only 1\.0 KiB left", text
-    )
+    assert re.search(r"takes \S+ MiB of host memory per node, and a node has only 1\.0 KiB", text)
+    assert "pass --host-memory 896, in bytes" in text
 
 
 TEXT_FLAGS = [  # all flags whose value may be any text, so also a path
