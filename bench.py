@@ -400,6 +400,8 @@ def measure_row(bench: Bench, row: Row, look: Callable) -> dict:
             kernels = kernel_seconds(bench, run)
             release(bench)
             cleanup.enter_context(gpu_memory_limit(run))
+            if not row.peer:  # a peer takes other memory than our plan
+                cleanup.enter_context(train.host_memory_watch(run.plan))
             step = cleanup.enter_context(build_step(row, run))
             seconds = time_step(bench, step)
             result |= look(bench, step)
@@ -416,6 +418,8 @@ def measure_row(bench: Bench, row: Row, look: Callable) -> dict:
         if bench.gpu:
             result["gpu_gib"] = max(gather_objects(train.gpu_peak_gib()))
             result["reserved_gib"] = torch.cuda.max_memory_reserved() / GIB
+        # of all ranks. Unlike host_gib, which is planned, this also counts PyTorch and the like
+        result["host_peak_gib"] = sum(gather_objects(train.host_peak_gib()))
     return result
 
 
@@ -430,6 +434,8 @@ def release(bench: Bench) -> None:
     """Free the memory that nothing uses any more, and reset the statistics of peak memory. Modules
     and their states refer to each other, so only the garbage collector frees them."""
     gc.collect()
+    with contextlib.suppress(OSError):  # not all containers may write to it
+        Path("/proc/self/clear_refs").write_text("5")  # the host's peak is what it has now
     if bench.gpu:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()

@@ -154,22 +154,33 @@ def in_unit(nbytes: float, digits: int = 1) -> str:
     return f"{nbytes / unit:.{digits}f} {name}"
 
 
+def flag_size(nbytes: float) -> str:
+    """Return a size, rounded down, as a flag takes it: '131G', '512M', '3K'."""
+    unit, name = unit_of(nbytes)
+    return f"{int(nbytes // unit)}{name[0]}"
+
+
+def host_limit(root: Path = Path("/")) -> tuple[str, int]:
+    """Return what limits the host memory of this process most, and its limit in bytes: the machine,
+    or one of the process's control groups. root: the folder in which proc and sys lie; tests have
+    another one."""
+    limits = {"this machine": HOST_BYTES} | control_group_limits(root)
+    smallest = min(limits, key=limits.get)
+    return smallest, limits[smallest]
+
+
 def host_budget(ranks: int, asked: int | None, root: Path = Path("/")) -> float:
     """Return the bytes of host memory that a rank may use for optimizer states and activations.
 
     ranks: number of ranks on this node, which share its memory equally.
-    asked: --host-memory, in bytes per node. None: seven eighths of what the node allows, which is
-    the smallest of the machine's memory and the limits of this process's control groups.
-    root: the folder in which proc and sys lie; tests have another one.
+    asked: --host-memory, in bytes per node. None: seven eighths of the limit.
+    root: as in host_limit.
 
-    Memory that is already in use is not subtracted from a limit. Most of it is usually the cache of
-    files, which Linux frees when memory is needed. Raises ValueError if less is allowed than was
+    Memory that is already in use is not subtracted from the limit. Most of it is usually the cache
+    of files, which Linux frees when memory is needed. Raises ValueError if less is allowed than was
     asked for.
     """
-    limits = {"this machine": HOST_BYTES} | control_group_limits(root)
-    smallest = min(limits, key=limits.get)
-    allowed = limits[smallest]
-
+    smallest, allowed = host_limit(root)
     if asked is None:
         return allowed * 7 // 8 / ranks
     if asked > allowed:
@@ -181,16 +192,27 @@ def host_budget(ranks: int, asked: int | None, root: Path = Path("/")) -> float:
 
 
 def available_host_bytes(root: Path = Path("/")) -> float:
-    """Return the bytes of host memory that this node can give to a new process, as Linux estimates
-    them: what is free, and what caches of files give up when memory is needed.
+    """Return the bytes of host memory that this process can still get: the least of what the
+    machine and the process's control groups have left.
 
-    NO_LIMIT if Linux does not say. root: the folder in which proc lies; tests have another one.
+    Linux frees caches of files when memory is needed, so they count as left. NO_LIMIT if Linux does
+    not say. root: the folder in which proc and sys lie; tests have another one.
     """
-    for line in read_lines(root / "proc/meminfo"):  # "MemAvailable:   24117248 kB"
-        name, *value = line.split()
-        if name == "MemAvailable:":
-            return int(value[0]) * 2**10
-    return NO_LIMIT
+    left = [NO_LIMIT]
+    machine = read_numbers(root / "proc/meminfo")  # "MemAvailable:   24117248 kB"
+    if "MemAvailable:" in machine:
+        left.append(machine["MemAvailable:"] * 2**10)
+
+    for file, limit in control_group_limits(root).items():
+        folder = Path(file).parent
+        used = [*read_lines(folder / "memory.current"), *read_lines(folder / USAGE_V1)]
+        if used and used[0].isdecimal():
+            stat = read_numbers(folder / "memory.stat")
+            # in version 1, only the names with "total_" also count the groups below
+            prefix = "total_" if "total_inactive_file" in stat else ""
+            caches = sum(stat.get(f"{prefix}{state}_file", 0) for state in ("active", "inactive"))
+            left.append(max(0, limit - int(used[0]) + caches))
+    return min(left)
 
 
 # File system of control groups -> the files of a group that limit memory. memory.high counts, too:
@@ -201,6 +223,7 @@ LIMIT_FILES = {
     "cgroup2": ("memory.max", "memory.high"),
     "cgroup": ("memory.limit_in_bytes", "memory.stat"),
 }
+USAGE_V1 = "memory.usage_in_bytes"  # what a group uses; in version 2, memory.current says it
 # Where these file systems usually are mounted, in case /proc/self/mountinfo does not say it. Each
 # entry is like one of control_group_mounts
 USUAL_MOUNTS = [("cgroup2", "/", "/sys/fs/cgroup"), ("cgroup", "/", "/sys/fs/cgroup/memory")]
@@ -277,6 +300,13 @@ def read_lines(path: Path) -> list[str]:
         return path.read_text().splitlines()
     except (OSError, ValueError):  # the file is missing, may not be read, or is not text
         return []
+
+
+def read_numbers(path: Path) -> dict[str, int]:
+    """Return the first two words of each line of a file, if the second one is a number:
+    {"inactive_file": 4096, ...}. Empty if the file cannot be read."""
+    pairs = (line.split()[:2] for line in read_lines(path))
+    return {pair[0]: int(pair[1]) for pair in pairs if len(pair) == 2 and pair[1].isdecimal()}
 
 
 def pin_host_buffers(sizes: list[int], pin: bool) -> list[Tensor]:

@@ -72,7 +72,7 @@ import threading
 import time
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from pathlib import Path
@@ -167,7 +167,17 @@ from ranks import (
 )
 from replay import StepMemory, mark
 from shard import States, check_weights
-from streams import GIB, NO_LIMIT, CommStream, available_host_bytes, host_budget, in_unit
+from streams import (
+    GIB,
+    NO_LIMIT,
+    CommStream,
+    available_host_bytes,
+    flag_size,
+    host_budget,
+    host_limit,
+    in_unit,
+    read_numbers,
+)
 from tensor import TensorParallel, check_tensor_parallel, split_model
 
 LONGEST_ON_CPU = 2**14  # tokens of a sequence, if a run falls back to the CPU
@@ -1169,6 +1179,48 @@ def print_plan(run: Run, other_plans: Sequence[costs.Plan] = ()) -> None:
             print0(line)
 
 
+WATCH_SECONDS = 0.5  # between two looks at the host's memory
+LAST_SHARE = 0.02  # of the host's memory: if less is left, Linux may soon kill a process
+
+
+@contextlib.contextmanager
+def host_memory_watch(plan: costs.Plan) -> Iterator[None]:
+    """Print a message before Linux kills this run because no host memory is left.
+
+    While the `with` block runs, a thread on the first rank of each node looks at what is left. It
+    says what the run planned, what its process takes and what to change, once. It ends nothing: the
+    memory may be another process's, and may come back.
+    """
+    finished = threading.Event()
+    _, total = host_limit()
+
+    def watch():
+        while not finished.wait(WATCH_SECONDS):
+            left = available_host_bytes()
+            if left > LAST_SHARE * total:
+                continue
+            taken = resident_host_bytes()
+            beyond_plan = max(0, taken - plan.host_bytes)
+            smaller = plan.per_node * (plan.host_bytes - beyond_plan)
+            advice = f", or pass --host-memory {flag_size(smaller)}" if smaller > 0 else ""
+            print(
+                f"WARNING: of {in_unit(total)} of host memory only {in_unit(left)} are left, and "
+                "Linux may kill this run now. A rank's plan takes "
+                f"{in_unit(plan.host_bytes)}, and the process of rank {dist.get_rank()} takes "
+                f"{in_unit(taken)}. End other processes{advice}",
+                file=sys.stderr,
+                flush=True,
+            )
+            return
+
+    if dist.get_rank() % plan.per_node == 0:
+        threading.Thread(target=watch, daemon=True).start()
+    try:
+        yield
+    finally:
+        finished.set()
+
+
 def warn_of_short_host_memory(plan: costs.Plan) -> None:
     """Print a warning if a plan takes more host memory than a node has left.
 
@@ -1181,8 +1233,8 @@ def warn_of_short_host_memory(plan: costs.Plan) -> None:
         print0(
             f"WARNING: this plan takes {in_unit(needed)} of host memory per node, and a node has "
             f"only {in_unit(available)} left, because other processes use the rest. Linux may kill "
-            "this run without a message. End the other processes, or pass --host-memory "
-            f"{int(available * 7 / 8)}, in bytes"
+            "this run. End the other processes, or pass --host-memory "
+            f"{flag_size(available * 7 / 8)}"
         )
 
 
@@ -1895,6 +1947,12 @@ def host_peak_gib() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20  # which counts in KiB
 
 
+def resident_host_bytes() -> int:
+    """Return the bytes of host memory that this process takes now; 0 if Linux does not say."""
+    kib = read_numbers(Path("/proc/self/status")).get("VmRSS:", 0)  # "VmRSS:	 24117248 kB"
+    return kib * 2**10
+
+
 def wait_for_step(step_stats: dict[str, Tensor]) -> dict[str, float]:
     """Return the statistics of a step as numbers. step_stats: 0-dim tensors on the device, which
     are equal on all ranks. This is where the host waits for the step, in one copy."""
@@ -2269,7 +2327,8 @@ def main(argv: list[str] | None = None) -> None:
             run = configure(command_flags, local_rank)
             if not run.cfg.dry_run:
                 on_rank_0(lambda: lock.enter_context(checkpoint.locked(Path(run.cfg.out))))
-                failure = train(run, *build_run(run), signals)
+                with host_memory_watch(run.plan):
+                    failure = train(run, *build_run(run), signals)
                 on_rank_0(lock.close)
         dist.destroy_process_group()
     if failure:

@@ -5,7 +5,10 @@ import re
 import shutil
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 from pytest import raises
 
@@ -150,16 +153,67 @@ def test_available_memory_counts_caches_as_free(tmp_path):
     assert streams.available_host_bytes(tmp_path) == 3000 * 2**10
 
 
+@parametrize(
+    "version, usage, stat, prefix",
+    [
+        (2, "memory.current", "inactive_file 100\nactive_file 50\nanon 7\n", ""),
+        (1, "memory.usage_in_bytes", "total_inactive_file 100\ntotal_active_file 50\n", "memory/"),
+        (1, "memory.usage_in_bytes", "inactive_file 100\nactive_file 50\n", "memory/"),
+    ],
+)
+def test_available_memory_is_what_a_control_group_has_left(version, usage, stat, prefix, tmp_path):
+    """A group's limit, less what it uses, plus the caches in it: but never below 0, and never more
+    than the machine has."""
+    group = tmp_path / f"sys/fs/cgroup/{prefix}job"
+    group.mkdir(parents=True)
+    (tmp_path / "proc/self").mkdir(parents=True)
+    (tmp_path / "proc/self/cgroup").write_text("0::/job\n" if version == 2 else "4:memory:/job\n")
+    limit = group / ("memory.max" if version == 2 else "memory.limit_in_bytes")
+    limit.write_text("10000\n")
+    assert streams.available_host_bytes(tmp_path) == streams.NO_LIMIT  # nobody knows what it uses
+    (group / usage).write_text("9000\n")
+    (group / "memory.stat").write_text("inactive_file 1\n" * ("total_" in stat) + stat)
+    assert streams.available_host_bytes(tmp_path) == 10000 - 9000 + 150
+    (group / usage).write_text("10200\n")
+    assert streams.available_host_bytes(tmp_path) == 0
+    (group / usage).write_text("0\n")
+    (tmp_path / "proc/meminfo").write_text("MemAvailable:       3 kB\n")
+    assert streams.available_host_bytes(tmp_path) == 3 * 2**10
+
+
+def test_a_run_that_linux_may_soon_kill_says_why(group, monkeypatch, capfd):
+    """When nearly no host memory is left, a run says what it planned, what it takes and what to
+    change. It says so once, and goes on.
+
+    Catches a run that Linux kills without a word: nothing can be printed afterwards.
+    """
+    plan = SimpleNamespace(host_bytes=105 * GIB, per_node=1)
+    threads = threading.active_count()
+    monkeypatch.setattr(train, "WATCH_SECONDS", 0.01)
+    monkeypatch.setattr(train, "host_limit", lambda: ("this machine", 125 * GIB))
+    monkeypatch.setattr(train, "resident_host_bytes", lambda: 121 * GIB)
+    for left, said in ((3 * GIB, 0), (2 * GIB, 1)):
+        monkeypatch.setattr(train, "available_host_bytes", lambda: left)
+        with train.host_memory_watch(plan):
+            time.sleep(0.2)
+        text = capfd.readouterr().err
+        assert text.count("WARNING: of 125.0 GiB of host memory only 2.0 GiB are left") == said
+    assert "A rank's plan takes 105.0 GiB, and the process of rank 0 takes 121.0 GiB" in text
+    assert text.endswith("End other processes, or pass --host-memory 89G\n")
+    time.sleep(0.1)
+    assert threading.active_count() == threads
+
+
 def test_a_plan_for_more_host_memory_than_is_left_is_announced(tmp_path, monkeypatch, capsys):
     """Linux kills a process that takes more, and then nothing is printed."""
     flags = f"--steps 1 --os-place host --save-every -1 --out {tmp_path}"
-    for left, warned in ((16 * GIB, False), (2**10, True)):
+    for left, warned in ((16 * GIB, False), (2**23, True)):
         monkeypatch.setattr(train, "available_host_bytes", lambda: left)
         main(f"{flags}/{warned}")
         text, *_ = capsys.readouterr().out.partition("step 1/1")
         assert ("WARNING: this plan takes" in text) == warned
-    assert re.search(r"takes \S+ MiB of host memory per node, and a node has only 1\.0 KiB", text)
-    assert "pass --host-memory 896, in bytes" in text
+    assert re.search(r"takes \S+ MiB of host memory per node, and a node has only 8\.0 MiB", text)
+    assert text.rstrip().partition("pass --host-memory ")[2].startswith("7M\n")
 
 
 TEXT_FLAGS = [  # all flags whose value may be any text, so also a path
