@@ -458,8 +458,9 @@ def comparisons() -> dict[tuple[str, str, str], tuple[dict, dict]]:
     never a setting that a person chose. So of rows that differ in --host-memory, only those with
     the most count. The peer is the fastest of all that were tried. Both compute products in bf16,
     because a step whose products are in float8 is another one. A peer that calls our attention
-    kernels must have run the one that we ran; transformers calls PyTorch's. Nothing is compared
-    where a peer came nearer to its kernel bound with settings that ran only with another kernel.
+    kernels must have run the one that we ran; transformers calls PyTorch's. If a peer came nearer
+    to its kernel bound with settings that ran only with another kernel, the row is compared that we
+    ran with that kernel, or nothing.
     """
     rows_of = {}
     for row in newest(read_rows("long")):
@@ -486,7 +487,7 @@ def comparisons() -> dict[tuple[str, str, str], tuple[dict, dict]]:
                 best = min(fair, key=step_seconds)
                 if not any(is_better_elsewhere(peer, best, fair) for peer in peers):
                     found[where] = row, best
-                break
+                    break
     return found
 
 
@@ -641,8 +642,8 @@ def rate_text(row: dict) -> str:
 
 def precisions(model: str = "") -> str:
     """Return a table of our tokens per second and GPU: products in bf16 or in float8, states in
-    float32 or in bf16. Its rows are the settings that ran with float8, or that another project has
-    published, of one model or of all. Raises ValueError if there are none.
+    float32 or in bf16. Its rows are the settings that ran FlashAttention-4 with float8, or that
+    another project has published, of one model or of all. Raises ValueError if there are none.
 
     Rows that may be too short are left out. A * marks the others of the rough clock. The gain of
     float8 is that of two rows of one commit."""
@@ -650,7 +651,7 @@ def precisions(model: str = "") -> str:
     for row in newest(read_rows("long")):
         if is_older(row) or not row.get("step_s") or (model and row["model"] != model):
             continue
-        if may_be_too_short(row):
+        if may_be_too_short(row) or kernel_of(row) != "fa4":
             continue
         for column, labels in PRECISIONS.items():
             if row["label"] in labels:
