@@ -391,6 +391,7 @@ def measure_row(bench: Bench, row: Row, look: Callable) -> dict:
         "gpus": bench.world if bench.gpu else 0,
     }
     seconds = math.inf  # if the row fails
+    knows_peak = False  # whether the peak of the host's memory is that of this row
     with contextlib.ExitStack() as cleanup:
         try:
             run = plan_row(bench, row)
@@ -400,7 +401,8 @@ def measure_row(bench: Bench, row: Row, look: Callable) -> dict:
             kernels = kernel_seconds(bench, run)
             release(bench)
             cleanup.enter_context(gpu_memory_limit(run))
-            if not row.peer:  # a peer takes other memory than our plan
+            knows_peak = reset_host_peak()
+            if not row.peer:  # a peer has no plan for the host's memory
                 cleanup.enter_context(train.host_memory_watch(run.plan))
             step = cleanup.enter_context(build_step(row, run))
             seconds = time_step(bench, step)
@@ -418,8 +420,10 @@ def measure_row(bench: Bench, row: Row, look: Callable) -> dict:
         if bench.gpu:
             result["gpu_gib"] = max(gather_objects(train.gpu_peak_gib()))
             result["reserved_gib"] = torch.cuda.max_memory_reserved() / GIB
-        # of all ranks. Unlike host_gib, which is planned, this also counts PyTorch and the like
-        result["host_peak_gib"] = sum(gather_objects(train.host_peak_gib()))
+        # Measured, of the process that took most. host_gib is planned, of a node, and without what
+        # Python, PyTorch and CUDA take for themselves
+        peaks = gather_objects(train.host_peak_gib() if knows_peak else None)
+        result["host_rank_gib"] = None if None in peaks else max(peaks)
     return result
 
 
@@ -434,11 +438,18 @@ def release(bench: Bench) -> None:
     """Free the memory that nothing uses any more, and reset the statistics of peak memory. Modules
     and their states refer to each other, so only the garbage collector frees them."""
     gc.collect()
-    with contextlib.suppress(OSError):  # not all containers may write to it
-        Path("/proc/self/clear_refs").write_text("5")  # the host's peak is what it has now
     if bench.gpu:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
+
+
+def reset_host_peak() -> bool:
+    """Let this process's peak of host memory begin anew, and return whether Linux allows it."""
+    try:
+        Path("/proc/self/clear_refs").write_text("5")
+    except OSError:  # in some containers
+        return False
+    return True
 
 
 @contextlib.contextmanager

@@ -29,6 +29,7 @@ import weakref
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -155,32 +156,59 @@ def in_unit(nbytes: float, digits: int = 1) -> str:
 
 
 def flag_size(nbytes: float) -> str:
-    """Return a size, rounded down, as a flag takes it: '131G', '512M', '3K'."""
-    unit, name = unit_of(nbytes)
-    return f"{int(nbytes // unit)}{name[0]}"
+    """Return a size, rounded down, as a flag takes it: '131G', '2037M'. The unit is so small that at
+    most 6 % are lost."""
+    for unit, letter in ((2**30, "G"), (2**20, "M")):
+        if nbytes >= 16 * unit:
+            return f"{int(nbytes // unit)}{letter}"
+    return f"{int(nbytes // 2**10)}K"
 
 
-def host_limit(root: Path = Path("/")) -> tuple[str, int]:
-    """Return what limits the host memory of this process most, and its limit in bytes: the machine,
-    or one of the process's control groups. root: the folder in which proc and sys lie; tests have
-    another one."""
-    limits = {"this machine": HOST_BYTES} | control_group_limits(root)
-    smallest = min(limits, key=limits.get)
-    return smallest, limits[smallest]
+class HostMemory(NamedTuple):
+    """The host memory of this machine, or of one of this process's control groups, in bytes."""
+
+    name: str  # "this machine", or the file with the group's limit
+    limit: int
+    left: float  # what can still be allocated; NO_LIMIT if Linux does not say
+
+
+def host_memories(root: Path = Path("/")) -> list[HostMemory]:
+    """Return the memories that limit this process: the machine's and those of its control groups.
+
+    Linux frees caches when memory is needed, so caches count as left. root: the folder in which
+    proc and sys lie; tests have another one.
+    """
+    machine = read_numbers(root / "proc/meminfo")  # "MemAvailable:   24117248 kB"
+    kib = machine.get("MemAvailable:")
+    memories = [HostMemory("this machine", HOST_BYTES, NO_LIMIT if kib is None else kib * 2**10)]
+
+    for file, limit in control_group_limits(root).items():
+        folder = Path(file).parent
+        used = [*read_lines(folder / "memory.current"), *read_lines(folder / USAGE_V1)]
+        left = NO_LIMIT
+        if used and used[0].isdecimal():
+            stat = read_numbers(folder / "memory.stat")
+            # in version 1, only the names with "total_" also count the groups below
+            prefix = "total_" if "total_inactive_file" in stat else ""
+            caches = sum(stat.get(f"{prefix}{state}_file", 0) for state in ("active", "inactive"))
+            caches += stat.get("slab_reclaimable", 0)  # version 2 counts them as used
+            left = max(0, limit - int(used[0]) + caches)
+        memories.append(HostMemory(file, limit, left))
+    return memories
 
 
 def host_budget(ranks: int, asked: int | None, root: Path = Path("/")) -> float:
     """Return the bytes of host memory that a rank may use for optimizer states and activations.
 
     ranks: number of ranks on this node, which share its memory equally.
-    asked: --host-memory, in bytes per node. None: seven eighths of the limit.
-    root: as in host_limit.
+    asked: --host-memory, in bytes per node. None: seven eighths of the smallest limit.
+    root: as in host_memories.
 
     Memory that is already in use is not subtracted from the limit. Most of it is usually the cache
     of files, which Linux frees when memory is needed. Raises ValueError if less is allowed than was
     asked for.
     """
-    smallest, allowed = host_limit(root)
+    smallest, allowed, _ = min(host_memories(root), key=lambda memory: memory.limit)
     if asked is None:
         return allowed * 7 // 8 / ranks
     if asked > allowed:
@@ -191,28 +219,11 @@ def host_budget(ranks: int, asked: int | None, root: Path = Path("/")) -> float:
     return asked / ranks
 
 
-def available_host_bytes(root: Path = Path("/")) -> float:
-    """Return the bytes of host memory that this process can still get: the least of what the
-    machine and the process's control groups have left.
-
-    Linux frees caches of files when memory is needed, so they count as left. NO_LIMIT if Linux does
-    not say. root: the folder in which proc and sys lie; tests have another one.
-    """
-    left = [NO_LIMIT]
-    machine = read_numbers(root / "proc/meminfo")  # "MemAvailable:   24117248 kB"
-    if "MemAvailable:" in machine:
-        left.append(machine["MemAvailable:"] * 2**10)
-
-    for file, limit in control_group_limits(root).items():
-        folder = Path(file).parent
-        used = [*read_lines(folder / "memory.current"), *read_lines(folder / USAGE_V1)]
-        if used and used[0].isdecimal():
-            stat = read_numbers(folder / "memory.stat")
-            # in version 1, only the names with "total_" also count the groups below
-            prefix = "total_" if "total_inactive_file" in stat else ""
-            caches = sum(stat.get(f"{prefix}{state}_file", 0) for state in ("active", "inactive"))
-            left.append(max(0, limit - int(used[0]) + caches))
-    return min(left)
+def own_host_bytes() -> tuple[int, int]:
+    """Return the bytes of host memory that this process takes now, and its peak; 0 if Linux does
+    not say. Memory that processes share counts in each of them."""
+    status = read_numbers(Path("/proc/self/status"))  # "VmRSS:     24117248 kB"
+    return status.get("VmRSS:", 0) * 2**10, status.get("VmHWM:", 0) * 2**10
 
 
 # File system of control groups -> the files of a group that limit memory. memory.high counts, too:

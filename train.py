@@ -63,7 +63,6 @@ import json
 import math
 import os
 import re
-import resource
 import shlex
 import signal
 import sys
@@ -171,12 +170,11 @@ from streams import (
     GIB,
     NO_LIMIT,
     CommStream,
-    available_host_bytes,
     flag_size,
     host_budget,
-    host_limit,
+    host_memories,
     in_unit,
-    read_numbers,
+    own_host_bytes,
 )
 from tensor import TensorParallel, check_tensor_parallel, split_model
 
@@ -1180,45 +1178,50 @@ def print_plan(run: Run, other_plans: Sequence[costs.Plan] = ()) -> None:
 
 
 WATCH_SECONDS = 0.5  # between two looks at the host's memory
-LAST_SHARE = 0.02  # of the host's memory: if less is left, Linux may soon kill a process
+LAST_SHARE = 0.02  # of the host's memory. If less is left, a run warns: Linux may soon kill it
 
 
 @contextlib.contextmanager
 def host_memory_watch(plan: costs.Plan) -> Iterator[None]:
     """Print a message before Linux kills this run because no host memory is left.
 
-    While the `with` block runs, a thread on the first rank of each node looks at what is left. It
-    says what the run planned, what its process takes and what to change, once. It ends nothing: the
-    memory may be another process's, and may come back.
+    While the `with` block runs, a thread on the first rank of each node looks at what is left. Once,
+    it prints what was planned, what its process takes, and a --host-memory that would leave an
+    eighth free. It ends nothing: the memory may be another process's, and may come back.
     """
     finished = threading.Event()
-    _, total = host_limit()
+    rank, per_node = dist.get_rank(), max(1, plan.per_node)
 
     def watch():
         while not finished.wait(WATCH_SECONDS):
-            left = available_host_bytes()
-            if left > LAST_SHARE * total:
+            memories = host_memories()
+            name, limit, left = min(memories, key=lambda memory: memory.left / max(1, memory.limit))
+            if left > LAST_SHARE * limit:
                 continue
-            taken = resident_host_bytes()
+            taken, _ = own_host_bytes()
+            of_others = max(0, limit - left - per_node * taken)
             beyond_plan = max(0, taken - plan.host_bytes)
-            smaller = plan.per_node * (plan.host_bytes - beyond_plan)
+            smaller = limit * 7 / 8 - of_others - per_node * beyond_plan
             advice = f", or pass --host-memory {flag_size(smaller)}" if smaller > 0 else ""
             print(
-                f"WARNING: of {in_unit(total)} of host memory only {in_unit(left)} are left, and "
-                "Linux may kill this run now. A rank's plan takes "
-                f"{in_unit(plan.host_bytes)}, and the process of rank {dist.get_rank()} takes "
+                f"WARNING: of {in_unit(limit)} of host memory on {os.uname().nodename} ({name}) only "
+                f"{in_unit(left)} are left, and Linux may kill this run now. A rank's plan takes "
+                f"{in_unit(plan.host_bytes)}, and the process of rank {rank} takes "
                 f"{in_unit(taken)}. End other processes{advice}",
                 file=sys.stderr,
                 flush=True,
             )
             return
 
-    if dist.get_rank() % plan.per_node == 0:
-        threading.Thread(target=watch, daemon=True).start()
+    thread = threading.Thread(target=watch, daemon=True)
+    if rank % per_node == 0:
+        thread.start()
     try:
         yield
     finally:
         finished.set()
+        if thread.is_alive():
+            thread.join()
 
 
 def warn_of_short_host_memory(plan: costs.Plan) -> None:
@@ -1227,14 +1230,14 @@ def warn_of_short_host_memory(plan: costs.Plan) -> None:
     Linux kills a process that takes more, and the process cannot print why. A collective of all
     ranks, before any of them takes this memory.
     """
-    available = min(gather_objects(available_host_bytes()))
+    available = min(gather_objects(min(memory.left for memory in host_memories())))
     needed = plan.host_bytes * plan.per_node
     if needed > available:
+        smaller = available * 7 / 8
+        advice = f", or pass --host-memory {flag_size(smaller)}" if smaller > 0 else ""
         print0(
             f"WARNING: this plan takes {in_unit(needed)} of host memory per node, and a node has "
-            f"only {in_unit(available)} left, because other processes use the rest. Linux may kill "
-            "this run. End the other processes, or pass --host-memory "
-            f"{flag_size(available * 7 / 8)}"
+            f"only {in_unit(available)} left. Linux may kill this run. End other processes{advice}"
         )
 
 
@@ -1944,13 +1947,8 @@ def gpu_peak_gib() -> float:
 
 def host_peak_gib() -> float:
     """Return the peak memory of this process on the host, in GiB."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20  # which counts in KiB
-
-
-def resident_host_bytes() -> int:
-    """Return the bytes of host memory that this process takes now; 0 if Linux does not say."""
-    kib = read_numbers(Path("/proc/self/status")).get("VmRSS:", 0)  # "VmRSS:	 24117248 kB"
-    return kib * 2**10
+    _, peak = own_host_bytes()
+    return peak / GIB
 
 
 def wait_for_step(step_stats: dict[str, Tensor]) -> dict[str, float]:

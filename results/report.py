@@ -459,8 +459,8 @@ def comparisons() -> dict[tuple[str, str, str], tuple[dict, dict]]:
     the most count. The peer is the fastest of all that were tried. Both compute products in bf16,
     because a step whose products are in float8 is another one. A peer that calls our attention
     kernels must have run the one that we ran; transformers calls PyTorch's. If a peer came nearer
-    to its kernel bound with settings that ran only with another kernel, the row is compared that we
-    ran with that kernel, or nothing.
+    to its kernel bound with settings that ran only with another kernel, our next fastest row is
+    compared, which ran another kernel. If there is none, the setting is left out.
     """
     rows_of = {}
     for row in newest(read_rows("long")):
@@ -642,8 +642,8 @@ def rate_text(row: dict) -> str:
 
 def precisions(model: str = "") -> str:
     """Return a table of our tokens per second and GPU: products in bf16 or in float8, states in
-    float32 or in bf16. Its rows are the settings that ran FlashAttention-4 with float8, or that
-    another project has published, of one model or of all. Raises ValueError if there are none.
+    float32 or in bf16. All rows ran FlashAttention-4. A setting of one model, or of all, is listed if
+    it ran with float8, or if another project has published it. Raises ValueError if there are none.
 
     Rows that may be too short are left out. A * marks the others of the rough clock. The gain of
     float8 is that of two rows of one commit."""

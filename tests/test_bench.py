@@ -22,6 +22,7 @@ import bench
 import hf
 import peers
 import planner
+import streams
 from model import MODELS
 from ranks import ConfigError
 from test_all import ROOT, on_ranks, parametrize, slow
@@ -442,6 +443,21 @@ def test_bench_train_command_has_the_memory_flags(monkeypatch):
     command = bench.plan_of_step(None, step)["train_command"]
     flags = bench.train.parse(command.partition("python train.py ")[2].split())
     assert (flags["gpu_memory"], flags["host_memory"]) == (2 * 2**30, 2**30)
+
+
+def test_peak_of_host_memory_begins_anew():
+    """A row's peak of host memory is its own, not that of an earlier row.
+
+    Catches a peak that cannot fall.
+    """
+    if not bench.reset_host_peak():
+        skip("this container does not let a process reset its peak")
+    torch.ones(2**28, dtype=torch.uint8)  # freed at once
+    now, peak = streams.own_host_bytes()
+    assert peak > now + 2**27
+    bench.reset_host_peak()
+    _, anew = streams.own_host_bytes()
+    assert anew < peak - 2**27
 
 
 def test_bench_rows_can_be_chosen_by_their_labels():

@@ -107,6 +107,27 @@ def test_peers_are_compared_at_one_precision(tmp_path, monkeypatch):
     assert (ours["label"], peer["label"]) == ("ours", "deepspeed selective")
 
 
+def test_a_peer_at_its_best_is_compared_with_the_same_kernel(tmp_path, monkeypatch):
+    """A peer's best setting may have run only with another kernel than our fastest step. Then our
+    row with that kernel is compared, and without such a row nothing is.
+
+    Catches a comparison with a peer's weaker setting.
+    """
+    monkeypatch.setattr(report, "HERE", tmp_path)
+    rows = [
+        A_ROW | {"label": "ours", "step_s": 2.0, "kernel": "fa4", "bound_ratio": 0.9},
+        A_ROW | {"label": "fsdp2 full", "step_s": 3.0, "kernel": "fa4", "bound_ratio": 0.6},
+        A_ROW | {"label": "fsdp2 none", "step_s": 2.6, "kernel": "cudnn", "bound_ratio": 0.8},
+    ]
+    write_rows(tmp_path / "2026-11-2xh200" / "long.jsonl", rows)
+    assert not report.comparisons()
+
+    rows.append(A_ROW | {"label": "ours", "step_s": 2.4, "kernel": "cudnn", "bound_ratio": 0.85})
+    write_rows(tmp_path / "2026-11-2xh200" / "long.jsonl", rows)
+    [(ours, peer)] = report.comparisons().values()
+    assert (ours["step_s"], peer["label"]) == (2.4, "fsdp2 none")
+
+
 def test_rows_of_the_rough_clock_are_left_out():
     """A row that an older, rougher clock measured is known as such. It is left out of a comparison
     if its time may be too short.

@@ -5,7 +5,6 @@ import re
 import shutil
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -144,76 +143,98 @@ def test_smallest_limit_of_the_control_groups_counts(name, tmp_path, monkeypatch
         streams.host_budget(2, gib * GIB + 1, tmp_path)
 
 
+def left_of(root: Path) -> float:
+    """Return the bytes of host memory that a process can still get, as the files in root say."""
+    return min(memory.left for memory in streams.host_memories(root))
+
+
 def test_available_memory_counts_caches_as_free(tmp_path):
     """What Linux estimates is read, and no estimate is no limit."""
-    assert streams.available_host_bytes(tmp_path) == streams.NO_LIMIT
+    assert left_of(tmp_path) == streams.NO_LIMIT
     (tmp_path / "proc").mkdir()
     lines = "MemTotal: 9000 kB\nMemFree: 1000 kB\nMemAvailable:    3000 kB\nHugePages_Total: 0\n"
     (tmp_path / "proc/meminfo").write_text(lines)
-    assert streams.available_host_bytes(tmp_path) == 3000 * 2**10
+    assert left_of(tmp_path) == 3000 * 2**10
 
 
 @parametrize(
-    "version, usage, stat, prefix",
+    "version, usage, stat, caches",
     [
-        (2, "memory.current", "inactive_file 100\nactive_file 50\nanon 7\n", ""),
-        (1, "memory.usage_in_bytes", "total_inactive_file 100\ntotal_active_file 50\n", "memory/"),
-        (1, "memory.usage_in_bytes", "inactive_file 100\nactive_file 50\n", "memory/"),
+        (2, "memory.current", "inactive_file 100\nactive_file 50\nanon 7\n", 150),
+        (2, "memory.current", "inactive_file 100\nslab_reclaimable 30\nslab 40\n", 130),
+        (1, "memory.usage_in_bytes", "total_inactive_file 100\ntotal_active_file 50\n", 150),
+        (1, "memory.usage_in_bytes", "inactive_file 100\nactive_file 50\n", 150),
     ],
 )
-def test_available_memory_is_what_a_control_group_has_left(version, usage, stat, prefix, tmp_path):
-    """A group's limit, less what it uses, plus the caches in it: but never below 0, and never more
-    than the machine has."""
-    group = tmp_path / f"sys/fs/cgroup/{prefix}job"
+def test_available_memory_is_what_a_control_group_has_left(version, usage, stat, caches, tmp_path):
+    """A group has its limit left, less what it uses, plus the caches in it: never below 0. A
+    process gets no more than the machine has.
+
+    Catches a warning because a group has read many files.
+    """
+    group = tmp_path / "sys/fs/cgroup" / ("job" if version == 2 else "memory/job")
     group.mkdir(parents=True)
     (tmp_path / "proc/self").mkdir(parents=True)
     (tmp_path / "proc/self/cgroup").write_text("0::/job\n" if version == 2 else "4:memory:/job\n")
     limit = group / ("memory.max" if version == 2 else "memory.limit_in_bytes")
     limit.write_text("10000\n")
-    assert streams.available_host_bytes(tmp_path) == streams.NO_LIMIT  # nobody knows what it uses
+    assert left_of(tmp_path) == streams.NO_LIMIT  # nobody knows what it uses
     (group / usage).write_text("9000\n")
     (group / "memory.stat").write_text("inactive_file 1\n" * ("total_" in stat) + stat)
-    assert streams.available_host_bytes(tmp_path) == 10000 - 9000 + 150
+    assert left_of(tmp_path) == 10000 - 9000 + caches
     (group / usage).write_text("10200\n")
-    assert streams.available_host_bytes(tmp_path) == 0
+    assert left_of(tmp_path) == 0
     (group / usage).write_text("0\n")
     (tmp_path / "proc/meminfo").write_text("MemAvailable:       3 kB\n")
-    assert streams.available_host_bytes(tmp_path) == 3 * 2**10
+    assert left_of(tmp_path) == 3 * 2**10
 
 
-def test_a_run_that_linux_may_soon_kill_says_why(group, monkeypatch, capfd):
+@parametrize(
+    "planned, taken, per_node, advice",
+    [
+        (105, 121, 1, "91G"),  # it takes 16 GiB beyond its plan, and others take 2
+        (105, 80, 1, "66G"),  # others take 43 GiB, and it is still pinning
+        (25, 27, 4, "86G"),  # others take 15 GiB
+        (0, 5, 1, None),  # others take 118 GiB: no smaller plan helps
+    ],
+)
+def test_a_run_that_linux_may_soon_kill_says_why(
+    planned, taken, per_node, advice, group, monkeypatch, capfd
+):
     """When nearly no host memory is left, a run says what it planned, what it takes and what to
-    change. It says so once, and goes on.
+    pass, which would leave an eighth free. It says so once, and goes on.
 
-    Catches a run that Linux kills without a word: nothing can be printed afterwards.
+    Catches a run that Linux kills without a word: nothing can be printed afterwards. Catches advice
+    that repeats the plan.
     """
-    plan = SimpleNamespace(host_bytes=105 * GIB, per_node=1)
-    threads = threading.active_count()
+    plan = SimpleNamespace(host_bytes=planned * GIB, per_node=per_node)
     monkeypatch.setattr(train, "WATCH_SECONDS", 0.01)
-    monkeypatch.setattr(train, "host_limit", lambda: ("this machine", 125 * GIB))
-    monkeypatch.setattr(train, "resident_host_bytes", lambda: 121 * GIB)
+    monkeypatch.setattr(train, "own_host_bytes", lambda: (taken * GIB, taken * GIB))
     for left, said in ((3 * GIB, 0), (2 * GIB, 1)):
-        monkeypatch.setattr(train, "available_host_bytes", lambda: left)
+        machine = streams.HostMemory("this machine", 125 * GIB, left)
+        larger_group = streams.HostMemory("a group", 1000 * GIB, 500 * GIB)
+        monkeypatch.setattr(train, "host_memories", lambda: [larger_group, machine])
         with train.host_memory_watch(plan):
             time.sleep(0.2)
         text = capfd.readouterr().err
-        assert text.count("WARNING: of 125.0 GiB of host memory only 2.0 GiB are left") == said
-    assert "A rank's plan takes 105.0 GiB, and the process of rank 0 takes 121.0 GiB" in text
-    assert text.endswith("End other processes, or pass --host-memory 89G\n")
-    time.sleep(0.1)
-    assert threading.active_count() == threads
+        assert len(re.findall(r"of 125.0 GiB of .* \(this machine\) only 2.0 GiB", text)) == said
+    assert f"plan takes {planned}.0 GiB, and the process of rank 0 takes {taken}.0 GiB" in text
+    assert text.rstrip().endswith(f"pass --host-memory {advice}" if advice else "other processes")
+    assert not advice or int(advice[:-1]) < planned * per_node
 
 
 def test_a_plan_for_more_host_memory_than_is_left_is_announced(tmp_path, monkeypatch, capsys):
     """Linux kills a process that takes more, and then nothing is printed."""
     flags = f"--steps 1 --os-place host --save-every -1 --out {tmp_path}"
-    for left, warned in ((16 * GIB, False), (2**23, True)):
-        monkeypatch.setattr(train, "available_host_bytes", lambda: left)
-        main(f"{flags}/{warned}")
+    for left, warned in ((16 * GIB, False), (2**23, True), (0, True)):
+        memory = streams.HostMemory("this machine", 32 * GIB, left)
+        monkeypatch.setattr(train, "host_memories", lambda: [memory])
+        monkeypatch.setattr(train, "LAST_SHARE", -1)
+        main(f"{flags}/{left}")
         text, *_ = capsys.readouterr().out.partition("step 1/1")
         assert ("WARNING: this plan takes" in text) == warned
-    assert re.search(r"takes \S+ MiB of host memory per node, and a node has only 8\.0 MiB", text)
-    assert text.rstrip().partition("pass --host-memory ")[2].startswith("7M\n")
+        assert ("--host-memory 7168K" in text) == (left == 2**23)
+    assert re.search(r"takes \S+ MiB of host memory per node, and a node has only 0\.0 GiB", text)
 
 
 TEXT_FLAGS = [  # all flags whose value may be any text, so also a path
