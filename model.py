@@ -27,7 +27,8 @@ The model knows neither ranks nor streams. Other files act on it from outside, i
                               gradient.
     matrix.tp_input,          Called on a projection's input, output and prologue. tensor.py
       tp_output, tp_prologue  exchanges tokens there between the ranks that share the matrix.
-    matrix.products           Computes a projection's three products. fp8.py replaces it, to compute
+    matrix.products           Computes the products of a projection: y in forward, the gradients of
+                              its input and its weight in backward. fp8.py replaces it, to compute
                               them in float8.
     model.select_tp_tokens    Called with the positions of all tokens that attention has on this
                               rank. Returns the positions of the tokens that x has: a part of them
@@ -333,7 +334,7 @@ class LLaMA(nn.Module):
     train.py and hf.py, which make a model from its sizes, get the right class.
     """
 
-    labels_ahead = 1  # labels per token: the next n tokens, here n = 1
+    labels_ahead = 1  # labels per token. A model that predicts the next n tokens sets it to n
     # attribute names of the weights that a fork has in addition to those of Hugging Face's files.
     # For example, "a" stands for blocks.0.qkv.a.weight and for all other weights of this name. An
     # import leaves them at their first values. An export has no tensors for them: export_weight
@@ -622,7 +623,8 @@ def yarn_frequencies(cfg: ModelConfig, freq: Tensor) -> tuple[Tensor, float]:
     half = len(freq)
 
     def pair_with_turns(turns):
-        """Return the number of the pair, a fraction, that turns so often in the trained length."""
+        """Return the index of the pair that makes so many full turns within the trained length. It
+        may be a fraction."""
         return half * math.log(trained / (turns * 2 * math.pi)) / math.log(cfg.rope_theta)
 
     # pairs before `first` keep their frequency, pairs after `last` have it divided

@@ -43,19 +43,21 @@ If even x and o of all layers do not fit on the GPU and the host, some are dropp
 Copies to and from the host run on two streams of their own. What is copied to the host stays
 referenced on the GPU until compute has waited for the copy, so its memory is not reused too early.
 
-The lag d. When layer i + d begins, compute waits for the copies of layer i, and frees its tensors
-on the GPU. With d = 14, layer 20 waits for layer 6, whose copies had d - 1 layers to finish in: 7
-to 19. So a larger lag hides more copies. The least one is 2, which is Memo's: it has two buffers in
-forward. There are two limits:
+When is this memory freed? The *lag* d says it. When layer i + d begins, compute waits for the
+copies of layer i, and frees its tensors on the GPU. With d = 14, this happens to layer 6 when layer
+20 begins. Its copies had the time of d - 1 = 13 layers, 7 to 19, to finish. So a larger lag hides
+more. The smallest lag is 2. It is also Memo's, which has two buffers in forward. Two limits bound
+the lag:
 
     memory    In forward the GPU holds up to d swapped layers: the one that runs, and d - 1 whose
               copies may still run. The planner lets them take no more memory than the resident
               layers take at the end of forward (costs.most_lag).
-    d <= k    The last swapped layer, n - k - 1, is waited for when layer n - k - 1 + d begins, so
-              this must be one of the n layers. Backward reads the host buffers without another
-              wait.
+    d <= k    The last swapped layer is n - k - 1. Compute waits for its copies when layer
+              n - k - 1 + d begins, so this must be one of the n layers. Backward relies on it, and
+              does not wait for copies to the host again.
 
-The planner chooses the largest d within both. If layers drop x, or resident layers drop o, d is 2.
+The planner chooses the largest d that both allow. If layers drop x, or resident layers drop o, it
+takes d = 2.
 
 Backward reads what was swapped from two *rounding buffers* on the GPU, each with room for one group
 of layers. Group g uses buffer g mod 2. (Memo uses these buffers in forward, too. Here forward
@@ -250,7 +252,8 @@ class SavedLayer:
         # backward_fns[half, j] is the backward of a half ("pre" or "post") of chunk j. It takes the
         # gradients of the half's outputs, and returns the gradients of its inputs
         self.backward_fns: dict[tuple[str, int], Callable] = {}
-        # storages of parameters, buffers and positions: autograd itself keeps tensors in these
+        # ids of the storages of parameters, buffers and positions. If autograd saves a tensor that
+        # lies in one of them, it stays with autograd, and is neither stored here nor swapped
         self.never_swapped = {
             storage_id(t) for t in (*positions, *block.parameters(), *block.buffers())
         }
@@ -395,15 +398,15 @@ def _trace_block(block_class, tp_slices, cfg, tokens, dtype, frozen=()) -> Block
         positions = Positions(cos, sin, qkv_positions, x_positions)
         x = torch.empty(1, tokens, cfg.dim, dtype=dtype)
 
-        of_pre, (q, _, _) = trace_half(block, "pre", positions, {"x": x})
+        saved_by_pre, (q, _, _) = trace_half(block, "pre", positions, {"x": x})
         o = torch.empty_like(q)
-        of_post, y = trace_half(block, "post", positions, {"x": x, "o": o})
+        saved_by_post, y = trace_half(block, "post", positions, {"x": x, "o": o})
 
     names = {module: name for name, module in block.named_modules()}
     return BlockTrace(
-        pre=of_pre.numbered_tensors(),
-        post=of_post.numbered_tensors(),
-        most_saved_again=max(of_post.bytes_saved_again, default=0),
+        pre=saved_by_pre.numbered_tensors(),
+        post=saved_by_post.numbered_tensors(),
+        most_saved_again=max(saved_by_post.bytes_saved_again, default=0),
         unread_product_name=names.get(find_unread_product(y), ""),
         stray_tensors=stray_tensors(block),
     )
@@ -620,7 +623,8 @@ class ChunkedLayers:
 
         def for_all_tokens(t: Tensor, *width: int) -> Tensor:
             """(T, *width), or (B, T, *width) -> (N, *width)"""
-            return t.expand(self.batch_size, self.tokens // self.batch_size, *width).flatten(0, 1)
+            seq = self.tokens // self.batch_size
+            return t.expand(self.batch_size, seq, *width).flatten(0, 1)
 
         cos, sin, *numbers = positions
         angles = [for_all_tokens(t, t.shape[-1]) for t in (cos, sin)]
@@ -645,8 +649,8 @@ class ChunkedLayers:
             if layer < self.first or not needs_backward:
                 with torch.no_grad():
                     block = model.blocks[layer]
-                    of_layer = attention.of_layer(layer)
-                    saved = SavedLayer(block, positions, self.to_row(x), of_layer)
+                    layer_attention = attention.of_layer(layer)
+                    saved = SavedLayer(block, positions, self.to_row(x), layer_attention)
                     _, y = self.run_whole(saved)
                     return y.view(x.shape)
             forward_fn = functools.partial(self.forward, micro_batch, layer - self.first)
@@ -708,7 +712,7 @@ class ChunkedLayers:
         qkv, y = self.run_whole(saved)
 
         saved_tokens = self.saved_tokens(i)
-        if saved_tokens < self.tokens:  # copies, because views would hold the whole memory
+        if saved_tokens < self.tokens:  # copy: a view would keep the memory of all tokens alive
             qkv = [t[:, :saved_tokens].clone() for t in qkv]
         saved.tensors |= zip("qkv", qkv)
         if drops_x:
@@ -729,9 +733,9 @@ class ChunkedLayers:
             half = "pre"    block.pre(x)        -> q, k, v (1, n, heads, D)
             half = "post"   block.post(x, o)    -> y (1, n, C), in a tuple
 
-        The half runs with an autograd graph in two cases: backward recomputes the chunk
-        (for_backward), or the chunk is saved. The graph's backward goes to saved.backward_fns.
-        Otherwise it runs without a graph, and nothing is saved.
+        The half runs with an autograd graph in two cases: the chunk is saved, or backward
+        recomputes it (for_backward). Then the graph's backward is put into saved.backward_fns. In
+        forward, a chunk that is not saved runs without a graph, and leaves nothing.
         """
         chunk = self.chunks[j]
         block = saved.block
@@ -774,6 +778,7 @@ class ChunkedLayers:
         qkv = [None, None, None]
         first = 0
         if for_backward and saved.num_saved:
+            # begin with q, k, v of the saved chunks, which are the first ones, and go on after them
             first = saved.num_saved
             saved_qkv = [saved.tensors[name] for name in "qkv"]
             qkv = [self.write_chunk(None, slice(t.shape[1]), t) for t in saved_qkv]
@@ -823,15 +828,15 @@ class ChunkedLayers:
         # x gets a gradient from post (the residual path) and one from pre, by way of attention
         dx_of_post = []  # by chunk, (1, n, C); backward_post fills it
 
-        # attention calls it after it has launched the exchange of q, k, v and o, so that the
+        # attention first launches the exchange of q, k, v and o, and then calls make_dout, so the
         # backward of post hides the exchange
         def make_dout():
             return self.backward_post(saved, self.to_row(dy), dx_of_post)
 
         qkvo = (*qkv, saved.tensors["o"])
         inputs = [*map(self.to_batch, qkvo), saved.tensors["lse"]]
-        # dq, dk, dv may overwrite q, k, v, unless there is only one chunk: then these may be the
-        # very tensors that block.pre's graph holds
+        # With several chunks, q, k and v are copies, so attention may write dq, dk and dv over
+        # them. With one chunk they may be the very tensors that block.pre's graph still needs
         in_place = len(self.chunks) > 1
         grads = saved.attention.backward(make_dout, *inputs, in_place)
         del inputs, qkv, qkvo
@@ -892,8 +897,8 @@ class ChunkedLayers:
                 "depend on data"
             )
         saved.on_host = carve(host_buffer, saved.tensors)
-        # the host buffer may be overwritten: compute has waited for the prefetch that read it last
-        # (load_group), and this stream waits for compute
+        # It is safe to overwrite the host buffer: in load_group, compute has waited for the
+        # prefetch that read it last, and this stream waits for compute
         with self.offload_stream.after_compute():  # hidden by layers i + 1 to i + d - 1
             for name, host_tensor in saved.on_host.items():
                 host_tensor.copy_(saved.tensors[name], non_blocking=True)
@@ -914,9 +919,9 @@ class ChunkedLayers:
         """
         if g < 0 or g in micro_batch.prefetch_done:
             return
-        # the rounding buffer may be overwritten: compute has finished group g + 2, which used it,
-        # and this stream waits for compute. The host buffers are complete: compute has waited for
-        # their offload_done in free_offloaded
+        # It is safe to overwrite the rounding buffer: the backward of group g + 2, which used it,
+        # is enqueued on compute, and this stream waits for compute. The host buffers are complete,
+        # because compute has waited for their offload_done in free_offloaded
         with self.prefetch_stream.after_compute():  # hidden by group g + 1's backward
             for i, gpu_buffer in self.groups[g]:
                 host_buffer = micro_batch.host_buffers[i]
@@ -941,8 +946,8 @@ class ChunkedLayers:
             saved = micro_batch.saved[i]
             saved.tensors = carve(gpu_buffer, saved.tensors)
         if g == 0:
-            # compute now waits for the last prefetch. The next offload waits for compute, so it may
-            # overwrite the host buffers
+            # All groups are prefetched, and compute waits for the last prefetch. The next offload
+            # waits for compute, so from now on another micro-batch may use the host buffers
             micro_batch.release_host_buffers()
 
     def recompute_inputs(self, micro_batch: MicroBatch, last: int) -> None:
@@ -951,8 +956,8 @@ class ChunkedLayers:
         Does nothing if a group is one layer. Otherwise the group's first layer has its x, and each
         remaining layer gets its x from post of the layer before it.
 
-        The all-gathers of the first layer's weights are exposed: backward has gathered the weights
-        of layer `last` ahead, but this function needs those of the first layer first.
+        If p > 1, the all-gathers of the first layer's weights are exposed: backward has prefetched
+        the weights of layer `last`, but this function begins with the group's first layer.
         """
         first = last // self.plan.stride * self.plan.stride
         for i in range(first, last):

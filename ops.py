@@ -99,7 +99,8 @@ def copy_heads(source: Tensor, into: Tensor) -> None:
     tensors are viewed as complex128 if each head is contiguous and its size is a multiple of 16
     bytes. Heads must then also start at multiples of 16 bytes; otherwise PyTorch raises an error.
     """
-    if source.shape[-1] * source.itemsize % 16 == 0 and source.stride(-1) == 1:
+    head_bytes = source.shape[-1] * source.itemsize
+    if head_bytes % 16 == 0 and source.stride(-1) == 1:
         source = source.view(torch.complex128)
         into = into.view(torch.complex128)
     into.copy_(source)
@@ -283,16 +284,18 @@ def embedding_grad(dx: Tensor, tokens: Tensor, vocab: int) -> Tensor:
 
 
 class PlainEvents:
-    """What happens when a matrix is used: on one device, nothing. shard.States replaces it.
+    """The two methods that are called when a matrix is used, for one device: they move nothing.
+    shard.States takes the place of this object, and has the same methods.
 
     unshard(matrix, backward) -> W (rows, cols)
-        Comes before each use, in a forward (backward=False) or a backward pass. The caller launches
-        all kernels that read W before it unshards a matrix of the next layer. After that, W's
-        buffer may be refilled.
+        Is called before each use, in a forward (backward=False) or a backward pass. The caller must
+        launch all kernels that read W before it unshards a matrix of the next layer. After that,
+        W's buffer may be refilled.
     add_grad(matrix, compute) -> dW (rows, cols), or None
-        Comes once per contribution to dW; never for a frozen matrix. compute(out, beta) writes beta
-        * out + contribution into `out` and returns it; out=None returns a new tensor. What add_grad
-        returns goes to autograd. shard.States keeps dW in a buffer of its own, and returns None.
+        Is called once per contribution to dW, and never for a frozen matrix. compute(out, beta)
+        writes beta * out + contribution into `out`, and returns `out`; compute(None, 0) returns the
+        contribution as a new tensor. What add_grad returns goes to autograd. shard.States keeps dW
+        in a buffer of its own, and returns None.
     """
 
     def unshard(self, matrix: nn.Module, backward: bool) -> Tensor:
@@ -501,8 +504,8 @@ class Prologue:
     """What a projection computes before its product. Backward computes it again.
 
     forward(*inputs) -> (a, *extras)
-        a (..., cols) is multiplied by W^T. extras are saved for backward beside the inputs: 1 / rms
-        of a norm, or nothing.
+        a (..., cols) is multiplied by W^T. The extras are saved for backward in addition to the
+        inputs: 1 / rms for a norm, and nothing for most others.
     backward(da, *inputs, *extras) -> (a, *input_grads)
         Computes a again together with the gradients of the inputs, in one pass.
 
@@ -587,9 +590,9 @@ def project(matrix: Matrix, prologue: Prologue, x: Tensor, *inputs: Tensor) -> T
 def add_weight_grad(matrix: Matrix, compute: Callable) -> Tensor | None:
     """Contribute dW (rows, cols) to the matrix's gradient, now or later.
 
-    compute(out, beta) runs the product, as weight_grad_into(dy, x, out, beta) does.
-    matrix.events.add_grad calls it, because it knows the buffer that receives dW. Inside
-    `deferred_weight_grads`, add_grad is called later, when the caller runs the list. Returns what
+    compute(out, beta) runs the product, as weight_grad_into(dy, x, out, beta) does. It is passed to
+    matrix.events.add_grad, which knows the buffer that receives dW and calls it. Inside
+    `deferred_weight_grads`, this happens later, when the caller runs the list. Returns what
     autograd adds to matrix.weight.grad: dW, or None if dW goes elsewhere or comes later.
     """
     add_grad = functools.partial(matrix.events.add_grad, matrix, compute)
@@ -666,7 +669,8 @@ def find_unread_product(y: Tensor) -> Matrix | None:
            on the product
 
     If one of the four does not hold, this returns None, and recomputation computes everything. A
-    read that autograd does not record, such as product.detach(), is not noticed here. It reads NaN.
+    read that autograd does not record, such as product.detach(), is not noticed here. When the
+    layer is recomputed, it reads NaN, because _Project returns NaN in place of the skipped product.
     """
     product = y.grad_fn
     other_terms = []
@@ -813,9 +817,10 @@ def embedding(matrix: Matrix, tokens: Tensor) -> Tensor:
     return _Embedding.apply(matrix.weight, tokens, matrix)
 
 
-LOSS_ELEMENTS = 2**27  # the most logits of a chunk of tokens: 512 MiB of float32
-LOSS_GRAD_TOKENS = 4096  # the most tokens of a group of chunks, unless one chunk has more
-TILE_TOKENS = 128  # a matrix product computes its result in tiles of at least so many tokens
+# Head and loss run in chunks of tokens, and several chunks form a group (_HeadLoss says why)
+LOSS_ELEMENTS = 2**27  # a chunk has at most this many logits: 512 MiB of float32
+LOSS_GRAD_TOKENS = 4096  # a group has at most this many tokens, unless one chunk has more
+TILE_TOKENS = 128  # a matrix product computes its result in tiles of this many tokens or more
 
 
 def loss_chunks(vocab: int) -> tuple[int, int]:
@@ -835,8 +840,8 @@ class _HeadLoss(Function):
     Why groups: with a large vocabulary a chunk has few tokens, 1,024 for V = 128,256. The product
     dW += dlogits^T x reads and writes all of dW. With so few tokens, this takes about as long as the
     arithmetic. So the chunks of a group write their gradients into one tensor, dlogits, and the
-    group has one product. dlogits is in x's dtype: in bf16, a token takes half as many bytes there
-    as in the logits.
+    group has one product. dlogits is in x's dtype. In bf16 it takes half as many bytes per token as
+    the logits, which are in float32.
 
     Why gradients in the forward pass: the loss is a scalar, so its gradient dloss is one number.
     The gradients for dloss = 1 are computed as soon as a chunk's logits exist, and backward
@@ -863,15 +868,20 @@ class _HeadLoss(Function):
             end = min(first + group, len(x))
             for start in range(first, end, chunk):
                 rows = slice(start, min(start + chunk, end))  # n tokens
-                into = dlogits[start - first : rows.stop - first] if differentiate else None
-                # float32 logits (n, V) -> (n, 1). Without a name, the logits are freed at once
-                losses.append(softmax_loss(matmul_fp32(x[rows], w.t()), labels[rows], scale, into))
+                chunk_dlogits = None
+                if differentiate:
+                    chunk_dlogits = dlogits[start - first : rows.stop - first]
+                # float32 logits (n, V) -> losses (n, 1). The logits are only an argument, without a
+                # variable that holds them, so they are freed at once
+                losses.append(
+                    softmax_loss(matmul_fp32(x[rows], w.t()), labels[rows], scale, chunk_dlogits)
+                )
             if differentiate:
-                of_group = dlogits[: end - first]
-                torch.mm(of_group, w, out=dx[first:end])
+                group_dlogits = dlogits[: end - first]
+                torch.mm(group_dlogits, w, out=dx[first:end])
                 if dw is not None:
                     beta = 0 if first == 0 else 1  # the first group overwrites dw
-                    weight_grad_into(of_group, x[first:end], dw, beta)
+                    weight_grad_into(group_dlogits, x[first:end], dw, beta)
         if not losses:  # a rank without tokens has no chunks
             losses.append(x.new_empty(0, 1, dtype=accum_dtype))
             if dw is not None:

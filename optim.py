@@ -91,10 +91,10 @@ class Update(NamedTuple):
     The tensors are a range of the flat matrix, (n,). If Optimizer.whole, they are the whole matrix,
     (rows, cols).
 
-    One more Update per step, with the name "vectors", has all norms and biases that train, one
-    after the other in a flat tensor. It goes to Optimizer.vectors. A vector has no copy in the
-    compute dtype beside its state "master", which the model uses itself. So in this Update `weight`
-    is only scratch memory: write to it, but do not read it.
+    Each step has one more Update, for Optimizer.vectors. Its name is "vectors", and its tensors
+    have all norms and biases that train, one after the other. The model computes with the state
+    "master" of a vector itself, so vectors have no copy in the compute dtype. In this Update
+    `weight` is only scratch memory: write to it, but do not read it.
     """
 
     name: str  # of the parameter, as in a checkpoint
@@ -113,7 +113,7 @@ class Update(NamedTuple):
     finite: Tensor
     # the slice of the whole matrix in which `start` counts; None: the whole matrix
     tp_slice: TensorSlice | None = None
-    seed: int = 0  # of the run, for an optimizer that rounds at random. Of vectors it is always 0
+    seed: int = 0  # of the run, for an optimizer that rounds at random. For "vectors" always 0
 
 
 def make_scalars(device: torch.device, dtype: torch.dtype) -> Scalars:
@@ -129,14 +129,17 @@ def make_scalars(device: torch.device, dtype: torch.dtype) -> Scalars:
 def set_scalars(
     scalars: Scalars, lr: float | Tensor, max_norm: float, norm: Tensor, loss: Tensor | float
 ) -> Tensor:
-    """Set the numbers of a step. norm: the global gradient norm before clipping. max_norm: what
-    clipping reduces it to; 0 switches clipping off. Returns whether norm and loss are finite."""
+    """Set the numbers of a step. norm: the global gradient norm before clipping. max_norm: clipping
+    reduces a larger norm to it; 0 switches clipping off. Returns whether norm and loss are
+    finite."""
     finite = (norm + loss).isfinite()
     scalars.finite.copy_(finite)
     scalars.step.add_(finite)
+    # at least 1: with t = 0, before the first finite step, the optimizer would divide by 0
     t = scalars.step.to(norm.dtype).clamp(min=1)
     scalars.lr.copy_(torch.ones_like(norm) * lr)
-    scalars.clip_factor.copy_(((max_norm or math.inf) / (norm + 1e-6)).clamp(max=1))
+    factor = (max_norm or math.inf) / (norm + 1e-6)
+    scalars.clip_factor.copy_(factor.clamp(max=1))
     scalars.bias_correction1.copy_(1 - BETAS[0] ** t)
     scalars.bias_correction2.copy_(1 - BETAS[1] ** t)
     return finite
@@ -196,9 +199,10 @@ class Optimizer:
         return {state.name: state.dtype or accum_dtype for state in self.states}
 
     def stored_dtypes(self, dtype: torch.dtype, storage: str) -> dict[str, torch.dtype]:
-        """Return the dtype of each state by name, as it is stored, in the order of `states`. dtype:
-        the compute dtype; storage: "gpu" or "host". On the host, REST replaces a master weight that
-        join_master can make."""
+        """Return the dtype of each stored tensor by its name, in the order of `states`.
+
+        dtype: the compute dtype. storage: "gpu" or "host". On the host, REST in int16 replaces the
+        master weight if weights are in bf16 and the master weight is in float32."""
         stored = {}
         for name, state_dtype in self.dtypes(accumulation_dtype(dtype)).items():
             can_be_joined = (dtype, state_dtype) == (torch.bfloat16, torch.float32)
@@ -270,6 +274,7 @@ def fused_adamw(
     slice_rows,
     slice_cols,
 ):
+    """Do the arithmetic of `adamw`. On a GPU this is one kernel."""
     beta1, beta2 = BETAS
     grad = grad.to(master.dtype) * clip_factor
     m_old = m.to(master.dtype)
@@ -280,8 +285,10 @@ def fused_adamw(
     master_new = master * (1 - lr * weight_decay) - change
 
     if element_key is not None:
-        index = element_index(len(m), element_key[1], slice_rows, slice_cols)
-        bits = random_bits(index, element_key[0], step)
+        key = element_key[0]
+        start = element_key[1]
+        index = element_index(len(m), start, slice_rows, slice_cols)
+        bits = random_bits(index, key, step)  # 32 per element: 16 for each moment
         m_new = round_stochastically(m_new, bits & 0xFFFF)
         v_new = round_stochastically(v_new, bits >> 16)
     for state, new in ((master, master_new), (m, m_new), (v, v_new)):
@@ -325,10 +332,11 @@ def round_weight(master: Tensor, dtype: torch.dtype) -> Tensor:
     become infinity."""
     if (master.dtype, dtype) != (torch.float32, torch.bfloat16):
         return master.to(dtype)
-    # Take the two bf16 numbers around a master weight. Bit 15 is set in two cases: the master
-    # weight is a tie, or it lies closer to the number further from zero, to which PyTorch rounds
-    # it. Setting bit 0 in both cases moves a tie closer to that number, so PyTorch rounds it there,
-    # too. All other master weights are rounded as before
+    # A master weight lies between two bf16 numbers, or is one. Its bit 15 is set in two cases:
+    #   it is closer to the number that is further from zero   PyTorch rounds it to that number
+    #   it is a tie: 0x8000 in the lower half                  PyTorch may round it to either number
+    # In both cases this sets bit 0. A tie becomes 0x8001, so it is closer to the number further
+    # from zero, and PyTorch rounds it there. No other master weight is rounded to another number
     bits = master.view(torch.int32)
     return (bits | (bits >> 15 & 1)).view(torch.float32).to(dtype)
 
@@ -462,16 +470,16 @@ def check_optimizer(name: str, optimizer: Optimizer) -> None:
     """Raise ValueError if an optimizer breaks one of these rules. Without this check, a run with it
     would train wrong, and no error would say so.
 
-        One state is named "master", and no two have the same name. Matrices and vectors have
-        the state that --export writes.
-        A step that is not finite changes neither the weight nor a state.
-        Updating a matrix in two halves gives the same as updating it at once, unless
-        optimizer.whole. A rank relies on this, because it updates only the part that it owns.
-        The bf16 weight is the master weight, rounded by round_weight. States on the host rely on
-        this, and so does a resume.
+        1. One state is named "master", and no two have the same name. Matrices and vectors have
+           the state that --export writes.
+        2. A step that is not finite changes neither the weight nor a state.
+        3. Updating a matrix in two halves gives the same as updating it at once, unless
+           optimizer.whole. A rank relies on this, because it updates only the part that it owns.
+        4. The bf16 weight is the master weight, rounded by round_weight. States on the host rely
+           on this, and so does a resume.
 
-    The update runs on a matrix of 256 random elements on the CPU: in float64, and in bf16 for the
-    last rule (check_rounding).
+    The update runs on a matrix of 256 random elements on the CPU: in float64, and in bf16 for rule
+    4 (check_rounding).
     """
     dtypes = optimizer.dtypes(torch.float64)
     if "master" not in dtypes or len(dtypes) < len(optimizer.states):
@@ -490,10 +498,10 @@ def check_optimizer(name: str, optimizer: Optimizer) -> None:
         check_optimizer(name, replace(optimizer.vectors, vectors=None, exported="master"))
     shape = (16, 16) if optimizer.whole else (256,)
     rng = torch.Generator().manual_seed(0)
-    random = functools.partial(torch.rand, shape, generator=rng, dtype=torch.float64)
-    before = {state: random().to(dtype) for state, dtype in dtypes.items()}
+    random_tensor = functools.partial(torch.rand, shape, generator=rng, dtype=torch.float64)
+    before = {state: random_tensor().to(dtype) for state, dtype in dtypes.items()}
     before["weight"] = before["master"].clone()
-    grad = random() - 0.5
+    grad = random_tensor() - 0.5
 
     everything = [slice(None)]
     skipped = tensors_after(optimizer, before, torch.full_like(grad, math.inf), everything)
@@ -525,13 +533,13 @@ def check_rounding(
     """Raise ValueError if an optimizer does not set a bf16 weight to the master weight, rounded by
     round_weight. before, grad: the states and the gradient, in float64.
 
-    All master weights are ties, because only ties show how an optimizer rounds. With lr = 0 they
-    stay ties after the update. It also runs with lr = 0.01."""
+    All master weights are set to ties, because only ties tell round_weight from PyTorch's rounding.
+    An update with lr = 0 leaves them ties. A second one, with lr = 0.01, changes them."""
     dtypes = optimizer.dtypes(torch.float32)
     narrow = {state: before[state].to(dtype) for state, dtype in dtypes.items()}
     if narrow["master"].dtype == torch.float32:
         bits = narrow["master"].view(torch.int32)
-        bits.copy_(bits & -0x10000 | 0x8000)
+        bits.copy_(bits & -0x10000 | 0x8000)  # the lower 16 bits of a tie are 0x8000
     narrow["weight"] = round_weight(narrow["master"], torch.bfloat16)
     for lr in (0.0, 0.01):
         after = tensors_after(optimizer, narrow, grad, [slice(None)], lr)
@@ -628,8 +636,8 @@ def allocate_states(
     """
     state_dtypes = optimizer.stored_dtypes(dtype, storage)
 
-    # on the GPU each tensor has an allocation of its own: of a view of a larger tensor, a compiled
-    # update would not know that its address is aligned
+    # each tensor on the GPU has an allocation of its own. If it were a view of a larger tensor, a
+    # compiled update would not know that its address is aligned
     def zeros(size: int, on: torch.device | str) -> dict[str, Tensor]:
         return {
             name: torch.zeros(size, dtype=state_dtype, device=on)
@@ -640,13 +648,14 @@ def allocate_states(
         return [zeros(size, device) for size in sizes], None
 
     resident = resident or [False] * len(sizes)
+    # the states of one matrix are carved from one host buffer, by their shapes on the meta device
     shapes = [zeros(size, "meta") for size, stays in zip(sizes, resident) if not stays]
+    buffer_sizes = [buffer_bytes(shape) for shape in shapes]
     pin = device.type == "cuda"
-    pinned = iter(all_or_none(pin_host_buffers, [buffer_bytes(shape) for shape in shapes], pin))
-    on_host = iter(shapes)
+    buffers = all_or_none(pin_host_buffers, buffer_sizes, pin)
+    on_host = iter([carve(buffer, shape) for buffer, shape in zip(buffers, shapes)])
     states = [
-        zeros(size, device) if stays else carve(next(pinned), next(on_host))
-        for size, stays in zip(sizes, resident)
+        zeros(size, device) if stays else next(on_host) for size, stays in zip(sizes, resident)
     ]
 
     piece_elements = max(sizes, default=0)  # a pipeline stage may have only frozen weights
@@ -658,10 +667,10 @@ def allocate_states(
 class HostStates:
     """Streams optimizer states from page-locked host memory through the GPU, for their update.
 
-    Each matrix goes in pieces, and the pieces use three buffers A, B and C in turn. The updates run
-    on host_update, a stream of shard.States that overlaps with the next forward. So an update takes
-    long, because it shares the GPU with the forward, and three buffers are needed. While one is
-    being updated, the next one is filled, and the one before is copied back:
+    Each matrix goes in pieces. The updates run on host_update, a stream of shard.States that
+    overlaps with the next forward. An update takes long, because it shares the GPU with the
+    forward. So there are three buffers A, B and C, which the pieces use in turn. While one of them
+    is being updated, the next one is filled, and the one before is copied back:
 
         stream_in      piece 0 -> A  piece 1 -> B  piece 2 -> C      piece 3 -> A
         host_update                 |0|           |1|              |2|

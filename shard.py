@@ -63,9 +63,10 @@ function launches it, what computation hides it, and in which function the compu
 it. "(on X)" means that stream X waits instead:
 
     stream           launched in          hidden under                   waited for in
-    param_gather     launch_param_gather  the layer before; in backward  unshard
-                                          of layers that run whole, the
-                                          matrix before
+    param_gather     launch_param_gather  the layer that runs just       unshard
+                                          before; in backward of layers
+                                          that run whole, the matrix
+                                          that is used just before
     grad_scatter     scatter_grad         the backward of the layers     add_grad, before it fills
                                           that follow                    the buffer again;
                                                                          reduce_unit (on
@@ -297,13 +298,15 @@ class ShardedParam:
 
     # parameters. A frozen matrix has only these two; its other tensors below are empty, (0,)
     param_shard: Tensor  # (S/p,): has the new parameters once `broadcast_done` is reached
-    # (S,): valid once its `event` is reached. In forward layer i + 2 uses the same buffer, and in
-    # backward layer i - 2 (not for embedding and head). If p = 1, it is param_shard
+    # (S,): valid once its `event` is reached. Every second layer uses the same buffer, so forward
+    # refills layer i's buffer for layer i + 2, and backward for layer i - 2. Embedding and head
+    # have buffers of their own. If p = 1, it is param_shard
     unsharded_param: Buffer
 
     # gradients
-    # (S/g,); but as large as owned_grad in layout inter with g > p. The sum of the micro-batches so
-    # far; after finish_gradients, the sum of all ranks in owned_grad
+    # the sum of the micro-batches so far. After finish_gradients, owned_grad, which is all or a
+    # part of grad_shard, is summed over all ranks, too. Size: (S/g,), with one exception: in layout
+    # inter with g > p, the owner has (S/p,), and the other ranks have (0,)
     grad_shard: Tensor
     # (S,): the gradient of one micro-batch, from its first contribution until its `event` is
     # reached; or grad_shard itself, if grad_accumulates_in_place
@@ -317,8 +320,8 @@ class ShardedParam:
     # the ranks with the same owned_grad (intra) or the same p-shard (inter), which all-reduce their
     # gradients once per step; None: only this rank
     replicas: dist.ProcessGroup | None
-    # how many times a backward pass adds to the gradient: once per token chunk of a layer; once per
-    # use of a tied matrix; once for another embedding or head; never for a frozen matrix
+    # how many times a backward pass on this rank adds to the gradient. In a layer: once per token
+    # chunk. Embedding and head: once, but twice if they are one tied matrix on one rank. Frozen: 0
     contributions: int
     # optimizer states by name, each as large as owned_param, on the GPU or on the host. On the host
     # REST may replace "master" (Optimizer.stored_dtypes)
@@ -382,7 +385,7 @@ class Unit:
 class GatherPlan(NamedTuple):
     """Which parameters unshard gathers. Those that are in their buffers already are skipped."""
 
-    now: Sequence[ShardedParam]  # the pass waits for one of them
+    now: Sequence[ShardedParam]  # include the one that is used next, for which the pass waits
     ahead: Sequence[ShardedParam]  # prefetched for a later use
 
 
@@ -400,7 +403,7 @@ class StatePart:
     stored: Tensor  # (count,), a view of the state; if `weight` is given, the rest
     start: int  # index of the first value in the flat tensor
     shape: tuple[int, ...]  # of the full tensor, without padding
-    saved_here: bool  # of all ranks that hold the same values, this one writes them to checkpoints
+    saved_here: bool  # whether this rank, of all that hold these values, saves them to checkpoints
     # the slice of the full tensor in which `start` counts; None: the full tensor
     tp_slice: TensorSlice | None = None
     weight: Tensor | None = None  # (count,), a view of the bf16 weight; None: `stored` is the state
@@ -424,8 +427,8 @@ class StatePart:
         join them on the device, SMALL_PIECE_ELEMENTS at a time. Other values come all at once, as
         the view `stored`.
 
-        device: threads pass the CPU. On a GPU the join is compiled, which several threads must not
-        do at a time."""
+        device: where they are joined. A thread must pass the CPU: on a GPU the join is compiled,
+        and several threads must not compile at the same time."""
         if self.weight is None:
             yield self.stored
             return
@@ -540,11 +543,12 @@ def check_weights(model: nn.Module, stages: int = 1) -> None:
 def assign_owners(sizes: dict[str, int], num_owners: int, first: str = "") -> dict[str, int]:
     """Return the owner of each matrix in layout inter, by its path: largest matrix first, to the
     owner with the fewest elements so far (AMSP, section IV). sizes: elements by path. first: the
-    path of a matrix that comes before the largest, so that owner 0 gets it."""
+    path of a matrix that is assigned before all others, so that owner 0 gets it."""
     owners = {}
     loads = [0] * num_owners
-    largest_first = sorted(sizes, key=sizes.get, reverse=True)
-    for path in sorted(largest_first, key=lambda path: path != first):
+    paths = sorted(sizes, key=sizes.get, reverse=True)
+    paths.sort(key=lambda path: path != first)  # moves `first` to the front, and keeps the order
+    for path in paths:
         owners[path] = loads.index(min(loads))
         loads[owners[path]] += sizes[path]
     return owners
@@ -558,9 +562,11 @@ class States:
     """The model states on this rank: parameters, gradients and optimizer states, and the
     communication that moves them.
 
-    The methods follow the life of a step. The constructor raises ValueError if the factors are
-    illegal, if a weight would not train, or if the optimizer needs whole matrices and this rank
-    would own parts. It raises ConfigError if a rank gets no host memory. A collective of all ranks.
+    The methods are in the order in which they run: set-up first, then a step. The constructor
+    raises ValueError in four cases: the factors are illegal; a weight would not train; the
+    optimizer needs whole matrices and this rank would own parts; grad_sums="dtype" would add up too
+    many micro-batches. It raises ConfigError if a rank gets no host memory. A collective of all
+    ranks.
     """
 
     # on any device. Use "meta", which takes no memory, because all parameters are replaced. From
@@ -582,7 +588,7 @@ class States:
     # with storage "host": how many of this stage's first layers have their states on the GPU. The
     # embedding's states then stay there, too, because the forward needs it before the layers
     resident_states: InitVar[int] = 0
-    optimizer: Optimizer = ADAMW  # of matrices; its field `vectors` is that of vectors
+    optimizer: Optimizer = ADAMW  # of matrices; its field `vectors` is the optimizer of vectors
     seed: int = 0  # of the run, for an optimizer that rounds at random
     # where gradients of several micro-batches add up: "fp32" (float32 or wider), or "dtype"
     grad_sums: str = "fp32"
@@ -833,8 +839,9 @@ class States:
         Of the ranks that hold the same states, one saves them to checkpoints and adds the gradients
         of the same elements to the global norm.
         """
-        # the first units, up to the last layer whose states stay on the GPU. The head is not among
-        # them, even if this stage has fewer layers than the largest stage
+        # the units up to the last layer whose states stay on the GPU: these layers, and the
+        # embedding if it is on this stage. A stage may have fewer layers than resident_states. Then
+        # all of its layers are among them, but the head still is not
         resident_layers = [unit for unit in self.units if unit.is_layer][:resident_states]
         if resident_layers:
             for unit in self.units[: resident_layers[-1].index + 1]:
@@ -908,10 +915,10 @@ class States:
         gradient of a vector stays 0, and adds nothing to the all-reduce. A frozen vector has only
         its values.
         """
-        vectors = [name for name, shape in self.shapes.items() if len(shape) == 1]
-        names = [name for name in vectors if name not in self.frozen_weights]
-        sizes = [math.prod(self.shapes[name]) for name in names]
-        # at least one element, because finish_gradients tells all ranks of a misuse by it
+        all_names = [name for name, shape in self.shapes.items() if len(shape) == 1]
+        trained_names = [name for name in all_names if name not in self.frozen_weights]
+        sizes = [math.prod(self.shapes[name]) for name in trained_names]
+        # at least one element: finish_gradients writes NaN there to tell all ranks of a misuse
         total = max(1, sum(sizes))
         self.vector_grad = self.zeros(total, self.accum_dtype)
         self.vector_states = {
@@ -927,7 +934,7 @@ class States:
             state: flat[: sum(sizes)].split(sizes) for state, flat in self.vector_states.items()
         }
         self.vector_grads: list[tuple[Vector, Tensor]] = []  # of this stage: views of vector_grad
-        for i, name in enumerate(names):
+        for i, name in enumerate(trained_names):
             module = modules.get(name.removesuffix(".weight"))
             if module is not None:  # it is on this stage
                 module.replace_weight(states["master"][i])
@@ -938,7 +945,7 @@ class States:
                     values[i], 0, self.shapes[name], saved_here
                 )
 
-        for name in set(vectors).difference(names):
+        for name in set(all_names).difference(trained_names):
             values = self.zeros(self.shapes[name], self.accum_dtype)
             module = modules.get(name.removesuffix(".weight"))
             if module is not None:
@@ -957,7 +964,8 @@ class States:
             unit.passes_done = unit.next_to_scatter = 0
             for param in unit.params:
                 param.contributions_done = 0
-                # a CUDA graph that captures this step must not read what an evaluation has cast
+                # drop casts to float8 that an evaluation has made. A CUDA graph that captures this
+                # step must make its own: a replay would read the old ones, and not cast new weights
                 param.module.products.new_weights()
         self.vector_grad.zero_()
 
@@ -989,8 +997,8 @@ class States:
         gathers = self.plan_gathers(param, unit, backward)
         self.launch_param_gather(gathers.now)
         self.launch_param_gather(gathers.ahead)
-        # waits for the all-gather; hidden by the layer before, or in backward without gather_layers
-        # by the matrix before
+        # waits for the all-gather; hidden by the layer that ran just before, or, in backward
+        # without gather_layers, by the matrix that was used just before
         wait(param.unsharded_param.event)
         return module.weight
 
@@ -1030,8 +1038,8 @@ class States:
 
         # other backward passes: only the next matrix ahead, because a gather of more would delay
         # the reduction of this one's gradient (AMSP, section V-C). `now` has all matrices from the
-        # unit's last one to this one. Most are gathered already, but not those that this rank
-        # skipped
+        # unit's last one to this one. As a rule all of them are gathered already. If this rank has
+        # skipped one, it is gathered now, because other ranks take part in its gather
         i = unit.params.index(param)
         now = list(reversed(unit.params[i:]))
         if i > 0:
@@ -1044,7 +1052,8 @@ class States:
         if not params:
             return
         stream = self.streams["param_gather"]
-        # the buffers are free behind compute: their readers, two layers ago, are enqueued
+        # The gathers wait for compute, so they may overwrite the buffers: the kernels that read
+        # their old contents, two layers ago, are already enqueued on compute
         with stream.after_compute():
             for param in params:
                 buffer = param.unsharded_param
@@ -1071,8 +1080,9 @@ class States:
             often = "twice" if is_tied else "once"
             self.usage_error = f"{param.name} was used more than {often} per pass"
             return  # the reduction of its gradient is launched already
-        # the layers run between the two contributions of a tied matrix, and must not complete its
-        # pass. The embedding's contribution completes it
+        # Between the two contributions of a tied matrix, backward goes through all layers. They
+        # must not complete its pass, so it does not count as open. The embedding's contribution
+        # completes the pass
         self.open_unit = None if is_tied else unit
 
         buffer = param.unsharded_grad
@@ -1162,7 +1172,7 @@ class States:
         first_micro_batch = param.unit.passes_done == 0
         kept = len(param.grad_shard)
         stream = self.streams["grad_scatter"]
-        # behind compute: the gradient is complete, and the last update has read grad_shard
+        # It waits for compute. So the gradient is complete, and the last update has read grad_shard
         with stream.after_compute():
             grad = param.unsharded_grad.data
             if f.g > 1:  # it is sent in the compute dtype (g = 1: reduce_unit sends the sum)
@@ -1183,9 +1193,9 @@ class States:
                 dist.all_reduce(grad, group=self.grad_subgroup)
                 accumulate(param.grad_shard, grad[:kept], first_micro_batch)
             else:
-                # inter, last micro-batch: all-reduce over all replicas, in all os groups. In each
-                # os group the owner has the group's sum of the earlier micro-batches, and adds it
-                # to its own gradient first
+                # inter, last micro-batch: one all-reduce over the replicas in all os groups. The
+                # owner in each os group already holds its group's sum of the earlier micro-batches.
+                # It adds this sum to its gradient first, so the result has all micro-batches
                 if not first_micro_batch:
                     grad[:kept] += param.grad_shard
                 dist.all_reduce(grad, group=param.replicas)
@@ -1252,10 +1262,10 @@ class States:
         """Sum the vectors' gradients over all ranks after the last backward of a step, and those
         of a tied matrix over two pipeline stages. Let compute wait for all reductions.
 
-        If a matrix was not used exactly once per pass on some rank, that rank sets the vectors'
-        gradients to NaN. Their all-reduce spreads the NaN to all ranks, so the global norm is NaN,
-        and update changes nothing. So ranks need no extra communication to agree. check_uses names
-        the matrix.
+        If a rank did not use a matrix exactly once per pass, it sets the vectors' gradients to NaN.
+        Their all-reduce spreads the NaN to all ranks, so the global norm is NaN, and update changes
+        nothing. In this way the ranks agree without extra communication. Then check_uses names the
+        matrix.
         """
         for unit in reversed(self.units):
             # passes are missing only if this rank did not use some matrix
@@ -1272,7 +1282,8 @@ class States:
         if self.usage_error:
             self.vector_grad.fill_(math.nan)
         dist.all_reduce(self.vector_grad)
-        # waits for all gradients; hidden by the backward, except for its last layers' reductions
+        # waits for all gradients. The backward hides this, except for the reductions of the layers
+        # that it runs last
         wait(self.streams["grad_scatter"].record_event())
         wait(self.streams["grad_reduce"].record_event())
         if self.tied_group:
@@ -1337,7 +1348,7 @@ class States:
 
         if self.host_states:
             self.host_states.begin()
-            # behind compute: gradients and scalars are final
+            # it waits for compute, so gradients and scalars are final
             update_stream = self.streams["host_update"].after_compute()
         else:
             update_stream = contextlib.nullcontext()
@@ -1355,7 +1366,8 @@ class States:
 
     def update_vectors(self) -> None:
         """Update the small weights without weight decay, on every rank alike."""
-        # the optimizer also writes a copy of the master weights. Nobody reads this one
+        # An optimizer also writes the weight in the compute dtype. The model uses the master
+        # weights of vectors, so nobody reads this copy
         unused = torch.empty_like(self.vector_grad)
         self.vector_optimizer.update(
             Update(
@@ -1437,11 +1449,12 @@ class States:
         f"{state}.{parameter name}", and "updates" for the number of updates. A frozen weight has
         only the state "frozen", the weight itself. It is in the compute dtype if it is a matrix.
 
-        The parts are views of tensors into which the next update writes. If a tensor is on the GPU,
-        a copy that is enqueued before this update has the old values. If it is on the host, the
-        copy must be complete before the update is enqueued. A master weight may be stored as two
-        tensors, one on the GPU and one on the host. They belong together only until the next update
-        is enqueued, so the copies of both must be complete by then."""
+        The parts are views of tensors into which the next update writes. When must a copy be made?
+
+            tensor on the GPU     the copy must be enqueued before the next update is
+            tensor on the host    the copy must be complete before the next update is enqueued
+            master weight in two  the same as on the host, for both tensors. They belong together
+            tensors, one on each  only until the next update is enqueued"""
         if self.host_states:
             self.host_states.synchronize()
             # host_update also writes the states that stay on the GPU, and a save reads them on
@@ -1454,14 +1467,15 @@ class States:
         """Set all parameters, and the states that start as the weight. weight(name) returns a full
         parameter of any dtype and device, and each rank copies what it owns. If that fails on one
         rank, all ranks raise ConfigError. A collective of all ranks."""
-        optimizers = self.optimizer, self.vector_optimizer
-        weights = [s.name for opt in optimizers for s in opt.states if s.starts_as_weight]
-        states = dict.fromkeys(["master", "frozen", *weights])  # each name once
+        all_states = [*self.optimizer.states, *self.vector_optimizer.states]
+        names = [state.name for state in all_states if state.starts_as_weight]
+        state_names = dict.fromkeys(["master", "frozen", *names])  # each name once
 
         def load_masters() -> None:
             parts = self.state_parts()
             for name in self.shapes:
-                owned = [parts[key] for s in states if (key := f"{s}.{name}") in parts]
+                keys = [f"{state}.{name}" for state in state_names]
+                owned = [parts[key] for key in keys if key in parts]
                 if not owned:
                     continue  # this rank owns nothing of this parameter
                 tensor = weight(name)

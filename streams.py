@@ -169,7 +169,7 @@ class HostMemory(NamedTuple):
 
     name: str  # "this machine", or the file with the group's limit
     limit: int
-    left: float  # what can still be allocated; NO_LIMIT if Linux does not say
+    left: float  # bytes that can still be allocated; NO_LIMIT if Linux does not say how many
 
 
 def host_memories(root: Path = Path("/")) -> list[HostMemory]:
@@ -184,6 +184,7 @@ def host_memories(root: Path = Path("/")) -> list[HostMemory]:
 
     for file, limit in control_group_limits(root).items():
         folder = Path(file).parent
+        # version 2 of control groups has the first of these two files, and version 1 the other
         used = [*read_lines(folder / "memory.current"), *read_lines(folder / USAGE_V1)]
         left = NO_LIMIT
         if used and used[0].isdecimal():
@@ -191,7 +192,8 @@ def host_memories(root: Path = Path("/")) -> list[HostMemory]:
             # in version 1, only the names with "total_" also count the groups below
             prefix = "total_" if "total_inactive_file" in stat else ""
             caches = sum(stat.get(f"{prefix}{state}_file", 0) for state in ("active", "inactive"))
-            caches += stat.get("slab_reclaimable", 0)  # version 2 counts them as used
+            # caches of the kernel itself, which only version 2 counts as used
+            caches += stat.get("slab_reclaimable", 0)
             left = max(0, limit - int(used[0]) + caches)
         memories.append(HostMemory(file, limit, left))
     return memories
@@ -205,31 +207,31 @@ def host_budget(ranks: int, asked: int | None, root: Path = Path("/")) -> float:
     root: as in host_memories.
 
     Memory that is already in use is not subtracted from the limit. Most of it is usually the cache
-    of files, which Linux frees when memory is needed. Raises ValueError if less is allowed than was
-    asked for.
+    of files, which Linux frees when memory is needed. Raises ValueError if `asked` is more than the
+    smallest limit.
     """
-    smallest, allowed, _ = min(host_memories(root), key=lambda memory: memory.limit)
+    limit_name, allowed, _ = min(host_memories(root), key=lambda memory: memory.limit)
     if asked is None:
         return allowed * 7 // 8 / ranks
     if asked > allowed:
         raise ValueError(
-            f"--host-memory {in_unit(asked)} is too much: {smallest} allows {in_unit(allowed)}. "
+            f"--host-memory {in_unit(asked)} is too much: {limit_name} allows {in_unit(allowed)}. "
             "Ask for less than that, because other processes on the node need some of it."
         )
     return asked / ranks
 
 
 def own_host_bytes() -> tuple[int, int]:
-    """Return the bytes of host memory that this process takes now, and its peak; 0 if Linux does
-    not say. Memory that processes share counts in each of them."""
+    """Return the bytes of host memory that this process takes now, and the most that it has taken.
+    Both are 0 if Linux does not say. Memory that processes share counts in each of them."""
     status = read_numbers(Path("/proc/self/status"))  # "VmRSS:     24117248 kB"
     return status.get("VmRSS:", 0) * 2**10, status.get("VmHWM:", 0) * 2**10
 
 
-# File system of control groups -> the files of a group that limit memory. memory.high counts, too:
-# Linux does not kill a group above it, but slows it down until memory is reclaimed. Pinned memory
-# cannot be reclaimed, so the group would stand still. Of memory.stat only one line is a limit,
-# hierarchical_memory_limit (see control_group_limits)
+# The files of a control group that limit its memory, by type of file system: "cgroup2" is version
+# 2, "cgroup" version 1 (see control_group_limits). memory.high is a limit, too: Linux does not kill
+# a group above it, but slows it down until memory is reclaimed. Pinned memory cannot be reclaimed,
+# so the group would stand still. In memory.stat only the line hierarchical_memory_limit is a limit
 LIMIT_FILES = {
     "cgroup2": ("memory.max", "memory.high"),
     "cgroup": ("memory.limit_in_bytes", "memory.stat"),
@@ -244,9 +246,9 @@ def control_group_limits(root: Path = Path("/")) -> dict[str, int]:
     """Return the memory limits of this process's control groups: {file of the limit: bytes}.
 
     Linux limits the memory of a container, a service or a Slurm job by control groups. A group is a
-    folder. The limits of its group and of every group above it hold for a process. There are two
-    versions of control groups, and a machine may use both. /proc/self/cgroup names the process's
-    group in each version, and /proc/self/mountinfo says where the folders are:
+    folder. A process must stay within the limits of its group and of every group above it. There
+    are two versions of control groups, and a machine may use both. /proc/self/cgroup names the
+    process's group in each version, and /proc/self/mountinfo says where the folders are:
 
         version   line of /proc/self/cgroup    mounted as               the limit is in
         1         9:memory:/slurm/job_7        cgroup, with "memory"    memory.limit_in_bytes
@@ -271,7 +273,8 @@ def control_group_limits(root: Path = Path("/")) -> dict[str, int]:
             continue
         top = root / mount_point.lstrip("/")
         below = os.path.relpath(groups[kind], mounted_group)
-        # In a container, the process's group may not be visible. Then the mounted group is its own
+        # A container may not see the folder of its own group by this path ("below" is then ../...).
+        # In this case the mounted folder is its group
         names = () if below.startswith("..") else Path(below).parts
         for depth in range(len(names) + 1):
             folder = top.joinpath(*names[:depth])

@@ -1298,8 +1298,8 @@ def build_model(run: Run, attention: Attention, groups: Groups) -> tuple[LLaMA |
     runners = all_or_none(make_layer_runners, run, model, virtual_stages, order)
     model.layer_runner = runners[0]  # without a pipeline, the only one
 
-    # If a step runs on one stream only, nothing overlaps. The capture of a CUDA graph then must not
-    # wait for other streams
+    # If one GPU holds everything, a step runs on the compute stream only, and nothing overlaps.
+    # With --memplan on, it becomes a CUDA graph, whose capture must not wait for other streams
     on_one_stream = run.device.type == "cuda" and plan.on_one_stream
     overlaps = () if on_one_stream else run.cfg.overlaps
     states = States(
@@ -1362,8 +1362,8 @@ def make_layer_runners(
 
 
 def cap_gpu(run: Run) -> None:
-    """Limit PyTorch's allocator to --gpu-memory, minus the buffers that ranks map from each other,
-    which lie outside it."""
+    """Limit PyTorch's allocator to --gpu-memory, minus the buffers for all-to-alls. Ranks map these
+    from each other, so they lie outside the allocator."""
     if run.cfg.gpu_memory and run.device.type == "cuda":
         _, total = torch.cuda.mem_get_info()
         share = (run.cfg.gpu_memory - costs.all_to_all_buffer_bytes(run.plan)) / total
@@ -1413,10 +1413,11 @@ def print_changes(run: Run) -> None:
 def build_run(
     run: Run,
 ) -> tuple[LLaMA | Pipeline, States, StepMemory | None, checkpoint.Saver]:
-    """Build what is planned, and load the first weights: of a checkpoint, an import, or random.
+    """Build what is planned, and load the first weights, from a checkpoint or an import; otherwise
+    they are random.
 
-    Returns the model, its states, the memory plan of a step (or None), and what saves checkpoints.
-    Raises ConfigError. A collective of all ranks.
+    Returns the model, its states, the memory plan of a step (or None), and the Saver of
+    checkpoints. Raises ConfigError. A collective of all ranks.
     """
     cfg, out = run.cfg, Path(run.cfg.out)
     self_test(run)
@@ -1439,7 +1440,7 @@ def build_run(
     if cfg.save_async:
         room = run.hardware.host_budget - run.plan.host_bytes
     saver = all_or_none(checkpoint.Saver, out, cfg.keep, states, patient_group(), room)
-    # This comes last, because a run that is refused above must not move files of an earlier run
+    # prepare_out comes last: a run that is refused above must not move files of an earlier run
     trains = run.start_step < cfg.steps
     on_rank_0(checkpoint.prepare_out, out, run.resumed, trains)
     if cfg.export:
@@ -1452,7 +1453,8 @@ def build_run(
 
 @dataclass(frozen=True)
 class Batch:
-    """A rank's share of the sequences of a step, by micro-batches (see Legend).
+    """A rank's share of the sequences of a step, split into micro-batches. The letters of shapes
+    are in the Legend at the top of this file.
 
     positions and documents have one entry for each micro-batch. Without documents, one entry serves
     all micro-batches.
@@ -1460,7 +1462,9 @@ class Batch:
 
     tokens: Tensor  # (M, B, n)
     labels: Tensor  # (M, B, n); (M, B, n, labels_ahead) if the model predicts several tokens
-    positions: Tensor  # (1, T/sp), in a sequence; or (M, B, T/sp), in a document
+    # of the tokens that attention has: (1, T/sp), counted in the sequence; with documents
+    # (M, B, T/sp), counted in the document
+    positions: Tensor
     scale: Tensor  # 1 / number of valid labels of all ranks
     documents: Sequence[Documents | None] = (None,)
     keys_seen: Tensor | None = None  # mean of 2k - 1 for tokens that see k keys, over all ranks
@@ -1521,7 +1525,7 @@ def run_step(
 def plan_memory(run: Run) -> StepMemory | None:
     """Return the memory plan of a step, which the first steps fill; None without --memplan on.
 
-    If a step runs on one stream of a GPU only, it becomes a CUDA graph. Raises ValueError if the
+    A step that runs on a single stream of a GPU becomes a CUDA graph. Raises ValueError if the
     allocator cannot be compiled.
     """
     if run.cfg.memplan == "off":
@@ -1538,12 +1542,13 @@ def run_planned(
     lr: float,
     clip: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Run a step, at planned addresses if there is a memory plan, and print a plan that is new.
-    Returns what run_step does."""
+    """Run a step, at planned addresses if there is a memory plan. Print the memory plan when it is
+    new. Returns the same as run_step."""
     if memory is None:
         return run_step(model, states, batch, lr, clip)
 
-    # all that changes from step to step is an input, as a CUDA graph reads only its inputs anew
+    # Everything that changes from step to step must be an argument of `step`: a CUDA graph gets new
+    # values only through its inputs. There are no documents, which check_documents refuses
     def step(lr, *tensors):
         return run_step(model, states, Batch(*tensors), lr, clip)
 
@@ -1718,10 +1723,10 @@ def to_device(tensor: Tensor, run: Run) -> Tensor:
 
 # ---------------------------------------------------------------------------- when to stop
 
-# A request to stop is a signal's number, or this number if --stop-after makes it. It is larger than
-# all numbers of signals
+# A request to stop is a number. A signal requests it by its own number, and --stop-after by this
+# one, which is larger than all numbers of signals
 TIME_IS_UP = 1000.0
-RECENT_STEPS = 10  # the next step is expected to take as long as the longest of so many steps
+RECENT_STEPS = 10  # the next step is expected to take as long as the longest of these last steps
 # Until a save has been timed, a rank is assumed to save this many bytes per second. The number is
 # low, because many ranks may share the storage
 SAVE_RATE = 200e6
@@ -1742,7 +1747,7 @@ class Stop:
         self.saver = saver
         self.limit = math.inf  # seconds since the process started
         self.step_seconds = deque(maxlen=RECENT_STEPS)
-        self.save_seconds = 0.0  # estimated time of a save, until one has been timed
+        self.save_seconds = 0.0  # an estimate, used until a save has been timed (saver.seconds)
         self.reason = ""  # the request that the ranks have agreed on, as text; "": go on
         if run.cfg.stop_after:
             self.limit = duration(run.cfg.stop_after)
@@ -1820,8 +1825,8 @@ def evaluate(run: Run, model: LLaMA | Pipeline, stop: Stop) -> dict:
     batch_began = time.perf_counter()
     for first in range(0, count, sequences_at_once):
         batch = load_batch(run, first, read, sequences_at_once)
-        # wait for the previous batch. Otherwise the host would launch all batches ahead of the GPU,
-        # and a stop could not cancel them
+        # wait for the previous batch. Otherwise the host would enqueue the kernels of all batches
+        # long before the GPU runs them, and a request to stop could not cancel them
         if run.device.type == "cuda":
             torch.cuda.current_stream().synchronize()
         batch_seconds = time.perf_counter() - batch_began
@@ -2272,9 +2277,10 @@ def train(
 
         # log
         if not row["writing"]:
-            saver.finish()  # all ranks have written their files: name the checkpoint
+            saver.finish()  # all ranks have written their files, so the checkpoint gets its name
         unsaved = ", ".join(filter(None, [saver.failed, state.export_failed]))
-        log_step(run, log, row | {"memplan": memory and memory.counts}, unsaved)
+        memory_counts = memory.counts if memory else None
+        log_step(run, log, row | {"memplan": memory_counts}, unsaved)
 
         # save
         if saves:
@@ -2314,8 +2320,8 @@ def main(argv: list[str] | None = None) -> None:
     command_flags = parse(argv)
     if command_flags.get("pp", 1) != 1:
         use_more_queues()  # it must be set before CUDA starts
-    # The ranks must join before `configure` checks the flags, so that they refuse them together. A
-    # --timeout out of its range is replaced until then
+    # The ranks join before `configure` checks the flags, so that all of them refuse a wrong flag
+    # together. Joining needs a timeout already, so one that is out of range is clamped here
     timeout = min(max(1.0, command_flags.get("timeout", Config.timeout)), 1e9)
     failure = ""
     advice = "All saved checkpoints are complete: start it again, or continue with --resume"
