@@ -99,6 +99,7 @@ NOT_JUDGED = {
     "shard.py self.host_states.synchronize": "it calls HostStates.synchronize, which is judged",
     "attention.py torch.cuda.synchronize": "GPUs map each other's memory; a CPU has none",
     "pipeline.py torch.cuda.synchronize": "it separates two communicators of NCCL, and no accesses",
+    "train.py finished.wait": "a thread of the host sleeps",
     "train.py torch.cuda.current_stream().synchronize": "an evaluation waits, so it can be left",
 }
 
