@@ -122,11 +122,11 @@ class Rectangle(NamedTuple):
 
 @dataclass(frozen=True)
 class Documents:
-    """Where documents lie in a micro-batch of B sequences, among the tokens that a ring rank holds.
+    """Where documents begin and end among the tokens that one ring rank holds of a micro-batch.
 
-    A ring has R ranks, and R = 1 means no ring. The rank's tokens of the sequences stand one after
-    the other, N = B*T/R in all. Example: with N = 9 and bounds (0, 4, 9), tokens 0 ... 3 are of one
-    document and tokens 4 ... 8 of another one.
+    The rank holds T/R tokens of each of the B sequences (R = 1: there is no ring, and it holds all
+    tokens). They stand in one row of N = B*T/R tokens, sequence after sequence. Example: with N = 9
+    and bounds (0, 4, 9), tokens 0-3 are one document, and tokens 4-8 are another one.
     """
 
     bounds: tuple[int, ...]  # each document's first token on this rank, and N at the end
@@ -157,12 +157,13 @@ class Mask:
     """Which keys a query attends to: all earlier tokens, or only the earlier tokens of the same
     document. It also tells a kernel which heads and which layer it computes.
 
-    A ring also calls kernels on rectangles. In a rectangle each query attends to each key, and the
-    keys are of another rank. `heads` and `layer` are then None.
+    A ring also calls kernels on the keys of another rank. Then every query attends to every key (a
+    *rectangle*), `causal` is False, and all other fields are None.
     """
 
-    causal: bool = True  # False: a rectangle. It may have more keys than queries, or fewer
-    # not None: the B sequences are one row of B*T tokens (B*T/R on a rank of a ring)
+    causal: bool = True  # False: a rectangle, whose numbers of queries and keys may differ
+    # None: a query attends to all earlier tokens of its sequence. Otherwise the kernel's tensors
+    # have no dimension B: the sequences stand in one row of B*T tokens (B*T/R on a ring rank)
     documents: Documents | None = None
     heads: range | None = None  # which query heads of the model these are
     layer: int | None = None  # which layer of the model this is
@@ -185,7 +186,8 @@ def _transpose_heads(*tensors):
 
 
 def _document_lengths(mask: Mask) -> dict:
-    """Return where documents lie, as keyword arguments of FlashAttention's functions."""
+    """Return where documents begin, as keyword arguments of FlashAttention's functions. Without
+    documents there are none."""
     if mask.documents is None:
         return {}
     offsets, longest = mask.documents.offsets, mask.documents.longest
@@ -343,9 +345,9 @@ class Kernel:
                                             natural logarithm, float32 (float64 for q in float64)
         backward(do, q, k, v, o, lse, mask) -> dq, dk, dv
 
-    With documents, tensors are (B*T, heads, D) and lse is (H, B*T), as in FlashAttention. For a
-    kernel that was not measured, the planner takes the rates of the nearest row of KERNELS that was
-    (costs.nearest_kernel).
+    With documents, tensors are (B*T, heads, D) and lse is (H, B*T), as in FlashAttention. If the
+    hardware profile has no rates for a kernel, the planner takes those of the nearest row of
+    KERNELS that it has (costs.nearest_kernel).
     """
 
     forward: Callable
@@ -370,7 +372,8 @@ KERNELS = {  # best first: "auto" takes the first one that can run
         documents=True,
         plain=True,
     ),
-    # no documents: cuDNN would compile a graph per length of a document, and supports no length 1
+    # no documents: cuDNN would compile one graph for each length that a document has, and it does
+    # not support documents of one token
     "cudnn": Kernel(_cudnn_forward, _cudnn_backward, (9, 10), plain=True),
     "flash": Kernel(
         _flash_forward, _flash_backward, (8, 9, 10, 11, 12), documents=True, plain=True
@@ -384,7 +387,7 @@ def why_not(
 ) -> str | None:
     """Return the reason why a kernel cannot run here, or None if it can.
 
-    documents: whether a query attends to keys of its own document only.
+    documents: whether the kernel must obey Mask.documents.
     """
     kernel = KERNELS.get(name)
     if kernel is None:
@@ -461,9 +464,10 @@ class Exchange:
     """All-to-alls among the ranks of a group. They run on the current stream.
 
     With `peer_access`, every rank can write to the memory of the others (GPUs of one node). Then
-    copy engines push each part to its destination, between two barriers of one warp each. This
-    takes no multiprocessor from the attention kernel that runs at the same time. Without it, the
-    group's own all-to-all runs. On GPUs that is NCCL's, which takes some multiprocessors.
+    the GPU's copy engines write each part to its destination. The only kernels are a barrier before
+    the copies and one after them, of one warp each. So attention, which runs at the same time, has
+    nearly all multiprocessors. Without `peer_access`, the group's own all-to-all runs. On GPUs that
+    is NCCL's, which takes some multiprocessors away from attention.
     """
 
     instances: ClassVar[weakref.WeakSet] = weakref.WeakSet()  # all objects of this class
@@ -494,9 +498,10 @@ class Exchange:
     def allocate_buffers(self, shapes: list[tuple[int, ...]], like: Tensor) -> list[Tensor]:
         """Return tensors of these shapes to receive in. A collective if mapped memory has to grow.
 
-        With peer access, all calls return views of the same memory. So the next call's all-to-all
-        overwrites the last call's buffers, and must not start before they have been read. If
-        another stream reads them, such as compute, the exchange's stream must wait for that one.
+        With peer access, all calls return views of the same memory. So an all-to-all into the
+        buffers of one call overwrites the buffers of the call before, and must not start before
+        those have been read. If compute reads them, the exchange's stream must first wait for
+        compute.
         """
         if not self.peer_access:
             return [like.new_empty(shape) for shape in shapes]
@@ -555,8 +560,8 @@ class Ulysses:
 
         tokens (B, T/sp, heads, D)    <->    heads (B, U, T/sp, h, D): T/R tokens, in order
 
-    The heads of a tensor are laid out as (U ranks, G groups, h heads). So rank u has in group g the
-    h query heads from (u G + g) h on. With 8 heads, U = 2 and G = 2:
+    The heads of a tensor are laid out as (U ranks, G groups, h heads). So rank u computes, in group
+    g, the h query heads that begin with number (u G + g) h. With 8 heads, U = 2 and G = 2 (h = 2):
 
         query heads    0 1              2 3              4 5              6 7
                        rank 0 group 0   rank 0 group 1   rank 1 group 0   rank 1 group 1
@@ -564,14 +569,14 @@ class Ulysses:
     Each group has the key/value heads that its query heads use. If a rank has fewer key/value heads
     than groups, consecutive groups share one. Its k and v then travel with the first of these
     groups, and the sum of its dk and dv travels back with the last one. So no all-to-all sends a
-    head twice. Each rank needs a key/value head, so U divides K. If U is less than sp for this
-    reason or another one, a ring takes the other factor, R = sp/U.
+    head twice. Each rank needs a key/value head of its own, so U divides K. If more than U ranks
+    share a sequence, a ring has R = sp/U ranks.
 
-    Memory: one group computes while the next one arrives. So each tensor has two slots to arrive
-    in, and group g uses slot g % 2. (Groups that share k and v use the same slot for these.) All
-    that the exchange stream reads or writes is allocated on the compute stream, and kept alive
-    until compute has waited for the transfer. So PyTorch never gives this memory to another tensor
-    too early.
+    Memory: one group computes while the next one arrives. So each tensor has two slots (receive
+    buffers), and group g uses slot g % 2. (Groups that share k and v use the same slot for these.)
+    Every tensor that the exchange stream reads or writes is allocated on the compute stream, and is
+    kept alive until compute has waited for the transfer. So PyTorch never gives its memory to
+    another tensor too early.
 
     If U = 1, nothing travels, and the methods only cut tensors into groups.
     """
@@ -639,8 +644,8 @@ class Ulysses:
 
         stream = self.exchange.stream
         stream.done_reading(*received)  # kernel g - 2, or an earlier one, read these slots last
-        # compute has queued that kernel, and what makes the tensors. All ranks wait for both before
-        # they exchange, so the slots are free on every rank
+        # This waits for all work that compute has queued: that kernel, and the kernels that compute
+        # `tensors`. Every rank waits so before it exchanges, so the slots are free on every rank
         with stream.after_compute():
             for name, buffer in zip(to_send, sent):
                 copy_heads(parts[name], buffer)
@@ -680,8 +685,8 @@ class Ulysses:
         stream = self.exchange.stream
         sent = [part.contiguous() for part in parts]
         received = self.result_buffers[: len(sent)]
-        # wait for the kernel and the copies into `sent`. The result buffers are free, because this
-        # stream itself copied the group before out of them
+        # This waits for the kernel and for the copies into `sent`. The result buffers are free:
+        # this same stream has copied the previous group's results out of them
         with stream.after_compute():
             self.exchange.all_to_all(sent, received)
             for buffer, output in zip(received, outputs):
@@ -692,8 +697,8 @@ class Ulysses:
     def complete_grads(self, g: int, k: Tensor, dq: Tensor, dk: Tensor, dv: Tensor) -> list[Tensor]:
         """Return those of group g's gradients (B, T/R, h, D) that can travel back now.
 
-        dq can always travel. dk and dv can travel after the last group of their key/value head, as
-        sums over all of its groups.
+        dq always can. If several groups share a key/value head, its dk and dv are sums over these
+        groups, so they travel after the last one.
         """
         groups_per_head = self.groups_per_head(k)
         if groups_per_head == 1:
@@ -760,10 +765,11 @@ def ring_documents(starts: Tensor, ring: int, rank: int) -> Documents:
         queries, keys = step_slices(step, rank, t // ring)
         others = starts[:, tokens_of((rank - step) % ring)]
         step_rectangles = []
-        for of_queries, of_keys in zip(own[:, queries], others[:, keys]):
-            document = of_queries[0]
-            num_queries = int((of_queries == document).sum())
-            num_keys = int((of_keys == document).sum())
+        # per sequence: where the document of each query, and of each key, begins
+        for query_starts, key_starts in zip(own[:, queries], others[:, keys]):
+            document = query_starts[0]
+            num_queries = int((query_starts == document).sum())
+            num_keys = int((key_starts == document).sum())
             if num_keys == 0:
                 num_queries = 0
             step_rectangles.append(
@@ -812,11 +818,12 @@ def select_tokens(sequences: slice, tokens: slice, *tensors: Tensor) -> list[Ten
 
 
 def rows_of(mask: Mask, lse: Tensor, *tensors: Tensor) -> list[Tensor]:
-    """Return lse as a view (B, h, T/R) and the tensors as views (B, T/R, h, D), with a row per
+    """Return lse as a view (B, h, T/R) and the tensors as views (B, T/R, h, D): one row per
     sequence.
 
-    With documents, the arguments have the kernel's shapes: lse (h, B*T/R), tensors (B*T/R, h, D).
-    Without documents, they have the shapes of the result already. Call this only if R > 1.
+    With documents, the arguments have the shapes that kernels take then: lse (h, B*T/R), tensors
+    (B*T/R, h, D). Without documents, they already have one row per sequence, and are returned as
+    they are. Call this only if R > 1.
     """
     if mask.documents is None:
         return [lse, *tensors]
@@ -904,7 +911,8 @@ class Ring:
         _, k, v, *_ = to_heads.tensors
         both = k.new_empty(2, *k.shape)
         with self.stream.after_compute():
-            # compute, which this stream follows, has not waited for k and v yet in backward
+            # in backward, compute has not waited for k and v yet, so after_compute does not ensure
+            # that they have arrived
             wait(to_heads.done_event)
             torch.stack([k, v], out=both)
         return self.shift(both.flatten(2, 3))
@@ -918,7 +926,8 @@ class Ring:
         rows_to[(self.rank + 1) % self.ranks] = len(sent)
         rows_from[self.rank - 1] = len(sent)
         with self.stream.after_compute():
-            # not send and receive, which NCCL would run on a stream of its own
+            # an all-to-all to one neighbour, because NCCL would run a send and a receive on a
+            # stream of its own
             dist.all_to_all_single(received, sent, rows_from, rows_to, group=self.group)
         return Transfer(received, self.stream.record_event(), [sent])
 
@@ -936,7 +945,8 @@ class Ring:
         """
         for step in range(1, self.ranks):
             kv = kv_transfer.wait()  # hidden by the step before, or by what ran after send_kv
-            # the caller holds the first Transfer until the last step: let go of its k and v now
+            # The caller keeps the first Transfer until the ring is done. Without this line, that
+            # would keep the memory of its k and v, too
             kv_transfer.tensors = []
             if step + 1 < self.ranks:
                 kv_transfer = self.shift(kv)  # hidden by this step's rectangle
@@ -1012,7 +1022,9 @@ class Ring:
         sums_transfer = Transfer(kv_sums)
 
         for kv, rectangles in self.kv_blocks(kv_transfer, mask):
-            parts = []  # (sequences, keys, dk and dv) of each rectangle
+            # (sequences, keys, dk and dv) of each rectangle. They are added only after all
+            # rectangles, because the sums arrive while the rectangles are computed
+            parts = []
             for sequences, queries, keys in rectangles:
                 dq_part, *kv_parts = kernel.backward(
                     *select_tokens(sequences, queries, do_rows, q_rows),
@@ -1060,18 +1072,19 @@ def check_ring(
     """
     refused = f"--attention {name} on a ring"
     try:
-        # small shapes are not worth a compilation. (As a decorator, this would import the compiler
-        # whenever this file is imported, which takes a second)
+        # Small shapes are not worth a compilation. (set_stance is not used as a decorator, because
+        # it would then import the compiler with this file, which takes a second)
         with torch.compiler.set_stance("force_eager"):
             errors = ring_errors(KERNELS[name], heads, kv_heads, head_dim, device, dtype)
-    except Exception as e:  # in a rectangle a kernel does not know its heads (Mask.heads)
+    except Exception as e:  # for example, the kernel reads Mask.heads, which is None in a rectangle
         raise ValueError(
             f"{refused}: the kernel fails when queries attend to the keys of another rank "
             f"({type(e).__name__}: {e}). So its row in KERNELS must not say plain=True. "
             "Run it with --ring 1"
         ) from e
+    tolerance = 1e-4 if dtype.itemsize > 2 else 3e-2
     for what, error in errors.items():
-        if not error < (1e-4 if dtype.itemsize > 2 else 3e-2):  # nan is refused, too
+        if not error < tolerance:  # nan is refused, too
             raise ValueError(
                 f"{refused}: {what} differs by {error:.2g} of its size from attention over the "
                 "whole sequence. The kernel's backward must use the o and log-sum-exp that it is "
@@ -1171,7 +1184,7 @@ class _Attention(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, do, _):
-        # do is complete, and there are no pending gradients of weights
+        # do is complete, and no gradients of weights are left to compute (see Overlap above)
         return *ctx.op.backward(lambda: (do, []), *ctx.saved_tensors), None
 
 
@@ -1184,12 +1197,13 @@ class Attention:
     that share heads are neighbours, and every U-th rank is in the same ring. With sp = 4, U = 2:
     ranks {0, 1} and {2, 3} share heads, and {0, 2} and {1, 3} are rings.
 
-    lse is (G, B, h, T/R), or (G, h, B*T/R) with documents.
+    It also returns lse, which is (G, B, h, T/R), or (G, h, B*T/R) with documents.
 
-    kernel: its name in KERNELS. head_groups: the smallest number of groups G. There are more if a
-    kernel would get a tensor with more than MAX_ELEMENTS elements. exchange: among the U ranks that
-    share heads; None if U = 1. ring: None if R = 1. tp_rank: which slice of the model's heads this
-    rank has, in tensor parallelism. Raises ValueError for a ring with a kernel that is not `plain`.
+    kernel: its name in KERNELS. head_groups: the least number of groups G. There are more groups if
+    a kernel would otherwise get a tensor with more than MAX_ELEMENTS elements. exchange: the
+    all-to-alls of the U ranks that share heads; None if U = 1. ring: None if R = 1. tp_rank: with
+    tensor parallelism, which slice of the model's heads this rank has. Raises ValueError for a ring
+    with a kernel that is not `plain`.
     """
 
     def __init__(
@@ -1301,8 +1315,9 @@ class Attention:
     ) -> list[Tensor]:
         """Return dq, dk, dv, like q, k, v.
 
-        make_dout() runs block.post's backward. It returns do (B, T/sp, H, D), and functions that
-        compute the pending gradients of weights. Both hide transfers.
+        make_dout() runs block.post's backward. It returns do (B, T/sp, H, D), and a list of
+        functions, each of which computes a gradient of a weight that was left for later. make_dout
+        and these functions hide transfers.
         in_place: dq, dk and dv may overwrite q, k and v.
         """
         ulysses = self.split_heads(q, k, backward=True)
@@ -1316,8 +1331,7 @@ class Attention:
         do_to_heads = ulysses.to_heads(0, {"do": do})
         inputs["do"] = do
 
-        # if results travel, one weight gradient is left for the end: it hides the last group's
-        # results
+        # if U > 1, keep one weight gradient for the end, where it hides the last group's to_tokens
         num_kept = 1 if ulysses.ranks > 1 else 0
         while len(pending_weight_grads) > num_kept:
             pending_weight_grads.pop(0)()  # hides the first group's do

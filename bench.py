@@ -1,16 +1,17 @@
 """Time a training step, its kernels by themselves, and FSDP2, DeepSpeed and transformers.
 
-    python bench.py                              how fast this machine trains the largest model
-                                                 that it holds, with many short sequences per step
-                                                 and with one long sequence: table machine. It takes
-                                                 less than five minutes on a GPU, and about a minute
-                                                 on a CPU
+    python bench.py                              table machine: how fast this machine trains the
+                                                 largest model that it holds, with many short
+                                                 sequences per step and with one long sequence. It
+                                                 takes less than five minutes on a GPU, and about a
+                                                 minute on a CPU
     python bench.py --quick                      the same with a small model, in a minute
-    python bench.py step                         the same beside FSDP2, in less than ten minutes
+    python bench.py step                         table step: the same beside FSDP2, in less than
+                                                 ten minutes
     torchrun --nproc_per_node 8 bench.py long    another table, on all GPUs together
     torchrun --nproc_per_node 8 bench.py --profile NAME
-                                                 measure the rates that planner.py predicts by, and
-                                                 write profiles/NAME.json in --out
+                                                 measure the rates from which planner.py predicts
+                                                 seconds, and write profiles/NAME.json in --out
 
 A table (make_tables) has rows. A row is one measurement: a label, and flags of train.py. The label
 says what runs. A label that begins with fsdp2, deepspeed or transformers runs a *peer*, another
@@ -21,9 +22,9 @@ sequences at once, unless --micro-batch says how many.
 
 Steps run on random tokens, and a time is the median after a warm-up. MFU counts the model's FLOPs
 (model.flops_per_token), but not those of recomputation. Causal MFU counts half of the attention
-matrix, full MFU all of it. The kernel bound is the causal MFU of the step's attention and matrix
-kernels when nothing else runs, and the percent of kernel bound is the step's causal MFU divided by
-it.
+matrix, full MFU all of it. The kernel bound is the causal MFU that a step would have if it ran only
+its attention and matrix kernels. The percent of kernel bound is the step's causal MFU divided by
+the kernel bound.
 
 A row is one line of JSON in results/MONTH-MACHINE/TABLE.jsonl, for example
 results/2026-11-4xh200/long.jsonl. It holds the label, the flags, what was measured, the hardware,
@@ -93,10 +94,10 @@ from train import Config, Run, device_name
 
 HERE = Path(__file__).parent
 SHORT_SEQ = {"cuda": 4096, "cpu": 256}  # tokens of a short sequence, by device
-# Short sequences per rank in a step of table machine. A step of one sequence of 4K tokens would be
-# bound by the host, which launches its kernels, and by the update. Nobody trains like this
+# Short sequences per rank in a step of tables machine and step. With one sequence of 4K tokens per
+# rank, launching kernels and the update would take most of a step, and nobody trains like this
 SHORT_SEQS_PER_RANK = {"cuda": 16, "cpu": 4}
-# With --quick and on a CPU, a step of the longest sequence may take so long, as predicted
+# the most seconds that a step of one long sequence may take by prediction, with --quick or on a CPU
 QUICK_SECONDS = 4
 
 # ---------------------------------------------------------------------------- steps of a Config
@@ -104,7 +105,7 @@ QUICK_SECONDS = 4
 
 @dataclass
 class Bench:
-    """The table or the profile that is measured: what its rows share, and their results so far."""
+    """One command of bench.py: what all of its rows share, and the rows measured so far."""
 
     device: torch.device
     rank: int
@@ -113,7 +114,8 @@ class Bench:
     file: Path  # the results file, to which rows are added; with --profile, the profile's file
     about: dict  # what every row says of the machine and the command
     rows: list[dict] = field(default_factory=list)
-    kernels: dict[tuple, list] = field(default_factory=dict)  # shapes -> seconds of [layer, head]
+    # results of kernel_seconds: shapes -> [seconds of a layer, seconds of the head]
+    kernels: dict[tuple, list] = field(default_factory=dict)
 
     @property
     def gpu(self) -> bool:
@@ -124,7 +126,8 @@ class Bench:
         return torch.bfloat16 if self.gpu else torch.float32
 
     def add(self, row: dict) -> None:
-        """Print a row and add it to the file, so that a table that is cut short has its rows."""
+        """Print a row, and add it to the file at once. If the table is stopped, its earlier rows
+        are in the file."""
         self.rows.append(row | self.about)
         on_rank_0(append_line, self.file, json.dumps(self.rows[-1]))
         titles, lines = as_text([row])
@@ -134,7 +137,7 @@ class Bench:
 
 
 def append_line(file: Path, line: str) -> None:
-    """Add a line to a file. It begins on a line of its own, even if the last one has no end."""
+    """Add a line to a file. If the file does not end with a newline, add one first."""
     with file.open("a+b") as f:
         if f.tell() > 0:
             f.seek(-1, os.SEEK_END)
@@ -184,7 +187,7 @@ def peer_run(bench: Bench, cfg: Config) -> Run:
     whole_layers = {"head_groups": 1, "ring": 1, "recompute": "none"}
     cfg = replace(cfg, **whole_layers, os_place="gpu", resident_states=None)
     run, *_ = plan_runs(bench, cfg, gpu_bytes=NO_LIMIT)
-    # per_node 0: attention.make_exchange then takes NCCL rather than copies within a node
+    # with per_node=0, attention.make_exchange uses NCCL instead of copies within a node
     return replace(run, plan=replace(run.plan, per_node=0))
 
 
@@ -194,8 +197,8 @@ def peer_run(bench: Bench, cfg: Config) -> Run:
 def clock(bench: Bench, step: Callable, repeats: int) -> float:
     """Return the median seconds of `repeats` steps, after one step that does not count.
 
-    A step lasts from the end of the previous step's computation to the end of its own. As in
-    train.py, it starts while the previous step's copies and broadcasts still run.
+    A step's time is from the end of the previous step's computation to the end of its own. As in
+    train.py, a step begins while copies and broadcasts of the previous step may still run.
     """
     gc.collect()
     gc.freeze()  # as train.py does
@@ -215,8 +218,9 @@ def device_seconds(bench: Bench, work: Callable) -> float:
     """Return the median seconds of work() on the device.
 
     It runs again and again for two seconds (on a CPU, a tenth of a second). Only the later half of
-    the times counts, because by then a GPU's clock rate has fallen to what it holds under load. The
-    calls are queued while the GPU pauses, so that no kernel waits for the host.
+    the times counts, because by then a GPU's clock rate has fallen to what it holds under load. A
+    pause on the GPU comes first, during which the host queues the calls. So no kernel waits for the
+    host.
     """
 
     def time_calls(calls):
@@ -243,10 +247,10 @@ def device_seconds(bench: Bench, work: Callable) -> float:
 
 
 def kernels_alone(run: Run) -> tuple[Callable, Callable]:
-    """Return two functions that run the attention and matrix kernels of one layer, and of the head,
-    for a rank's micro-batch, forward and backward. At most 16K tokens are multiplied at once. On a
-    ring, attention is timed as if the ranks split its heads. Products in float8 do not include the
-    casts of their operands."""
+    """Return two functions. They run the attention and matrix kernels of one layer, and the matrix
+    kernels of the head, forward and backward, for one micro-batch on one rank. Products have at
+    most 16K tokens each. On a ring, attention is timed as if the ranks split its heads. Products in
+    float8 do not include the casts of their operands."""
     plan = run.plan
     cfg = plan.local_model
     random = functools.partial(torch.randn, device=run.device, dtype=plan.dtype)
@@ -261,8 +265,10 @@ def kernels_alone(run: Run) -> tuple[Callable, Callable]:
         dy @ w
         dy.t() @ x
 
-    def float8_products_of(x, dy, w):
-        (x, x_t), (dy, dy_t), (w, w_t) = x, dy, w
+    def float8_products_of(x_casts, dy_casts, w_casts):
+        x, x_t = x_casts
+        dy, dy_t = dy_casts
+        w, w_t = w_casts
         fp8.product(x, w, plan.dtype, fast=True)
         fp8.product(dy, w_t, plan.dtype)
         fp8.product(dy_t, x_t, plan.dtype)
@@ -353,8 +359,8 @@ def build_step(row: Row, run: Run) -> Step:
 
 
 def timed_steps(bench: Bench, run: Run) -> int:
-    """Return how many steps of a row are timed: about 20 seconds of them, at least one, and at most
-    10 (on a CPU, 3)."""
+    """Return how many steps of a row are timed: as many as take 20 seconds by prediction, but at
+    least 1 and at most 10 (on a CPU, 3)."""
     return max(1, min(10 if bench.gpu else 3, int(20 / run.plan.step_s)))
 
 
@@ -362,12 +368,12 @@ def time_step(bench: Bench, step: Step) -> float:
     """Warm a step up, and return its median seconds. A collective."""
     repeats = timed_steps(bench, step.run)
     if step.memory:
-        # the third step is recorded, and the fourth may be captured as a CUDA graph
+        # replay.py records the third step, and may capture the fourth as a CUDA graph
         warm_up_steps = 4
     elif repeats > 1:
         warm_up_steps = 3 if repeats > 5 else 1
     else:
-        warm_up_steps = 0  # the step that `clock` does not count is long enough
+        warm_up_steps = 0  # steps are long, so the one that `clock` does not count is enough
     for _ in range(warm_up_steps):
         step()
     if warm_up_steps:
@@ -378,8 +384,8 @@ def time_step(bench: Bench, step: Step) -> float:
 def measure_row(bench: Bench, row: Row, look: Callable) -> dict:
     """Build a row's step, time it, and return what its line of the results file says.
 
-    A row that does not fit, runs out of memory on any rank, or lacks a package is a result, too.
-    Its "oom" is true, and it has no rates. Its "error" says why, if it failed on this rank.
+    If a row does not fit, runs out of memory on any rank, or lacks a package, that is a result,
+    too: "oom" is true, there are no rates, and "error" says why, if this rank failed.
     look: a function whose look(bench, step) returns what else to report. A collective.
     """
     cfg = config(row.flags)
@@ -390,8 +396,8 @@ def measure_row(bench: Bench, row: Row, look: Callable) -> dict:
         "seq": cfg.seq,
         "gpus": bench.world if bench.gpu else 0,
     }
-    seconds = math.inf  # if the row fails
-    knows_peak = False  # whether the peak of the host's memory is that of this row
+    seconds = math.inf  # stays infinite if the row fails
+    knows_peak = False  # whether Linux counts the peak of host memory for this row only
     with contextlib.ExitStack() as cleanup:
         try:
             run = plan_row(bench, row)
@@ -420,8 +426,8 @@ def measure_row(bench: Bench, row: Row, look: Callable) -> dict:
         if bench.gpu:
             result["gpu_gib"] = max(gather_objects(train.gpu_peak_gib()))
             result["reserved_gib"] = torch.cuda.max_memory_reserved() / GIB
-        # Measured, of the process that took most. host_gib is planned, of a node, and without what
-        # Python, PyTorch and CUDA take for themselves
+        # host_rank_gib: the measured peak of the rank that took most. (host_gib is what is planned
+        # for a whole node, without what Python, PyTorch and CUDA take for themselves)
         peaks = gather_objects(train.host_peak_gib() if knows_peak else None)
         result["host_rank_gib"] = None if None in peaks else max(peaks)
     return result
@@ -500,7 +506,7 @@ def plan_fields(run: Run) -> dict:
         "activations": activations and asdict(activations),
         "alpha": activations and activations.alpha,
         "planned_gib": {name: value / GIB for name, value in plan.memory.items()},
-        # per node; None rather than 0, so that no column is shown for it
+        # per node. None instead of 0, because as_text hides a column that has only None
         "host_gib": plan.per_node / GIB * plan.host_bytes or None,
     }
 
@@ -516,8 +522,10 @@ class Table:
     # the rows, or a function of (bench, the flags that the rows share) that returns them
     rows: list[Row] | Callable[[Bench, str], list[Row]]
     flags: str = ""  # shared by all rows
-    variants: tuple[str, ...] | list[str] = ("",)  # more shared flags; --seq replaces them
-    takes: str = ""  # flags that this table accepts, besides the two memory flags
+    # All rows are measured with each of these texts of flags in turn. --seq 64K,128K replaces them
+    # by --seq 64K and --seq 128K
+    variants: tuple[str, ...] | list[str] = ("",)
+    takes: str = ""  # flags that this table accepts, besides --host-memory and --gpu-memory
     look: Callable = lambda *_: {}  # look(bench, step) returns what else a row reports
     min_ranks: int = 1
 
@@ -546,15 +554,15 @@ def step_rows(bench: Bench, flags: str) -> list[Row]:
 
 
 def rows_of_largest_model(bench: Bench, flags: str, max_seconds: float) -> list[Row]:
-    """Return two rows of the largest model that the GPUs hold: many short sequences per step, and
-    the longest sequence whose step is predicted to take at most max_seconds. (With --quick and on a
-    CPU, QUICK_SECONDS.) Each rank's part of the longest sequence is a power of two times as long as
-    a short sequence. If not even twice as long a part fits the memory and the time, there is no
-    second row.
+    """Return two rows of the largest model that the GPUs hold. The first has many short sequences
+    per step. The second has one sequence of the longest length whose step fits the memory, and is
+    predicted to take at most max_seconds (QUICK_SECONDS with --quick or on a CPU). The lengths that
+    are tried give each rank 2, 4, 8 ... times the tokens of a short sequence. If already the
+    shortest of them is too long, there is no second row.
 
-    GPUs hold a model if its model states and the activations of a micro-batch of short sequences
-    fit, although nothing is recomputed or swapped. A step that takes more than 10 seconds runs
-    twice (time_step), so with 45 seconds the row of the longest sequence takes about two minutes.
+    The GPUs hold a model if its model states and the activations of a micro-batch of short
+    sequences fit without recomputation and swapping. A step of more than 10 seconds runs twice
+    (time_step). So with max_seconds=45 the second row takes about two minutes.
 
     Example: one H100 holds 1b. Its first row has 16 sequences of 4K tokens per step.
     """
@@ -600,7 +608,7 @@ def rows_of_largest_model(bench: Bench, flags: str, max_seconds: float) -> list[
 
 
 def plan_of_step(bench: Bench, step: Step) -> dict:
-    """Return the plan of a step in words, and the command that trains by it."""
+    """Return the plan of a step in words, and the train.py command that trains with this plan."""
     cfg, plan = step.run.cfg, step.run.plan
     launcher = "python"
     if plan.ranks > 1:
@@ -621,7 +629,8 @@ def plan_of_step(bench: Bench, step: Step) -> dict:
 
 
 def plan_rows(bench: Bench, flags: str) -> list[Row]:
-    """Return the planner's best plans, each as the flags of the command that trains by it."""
+    """Return one row for each of the planner's best plans. Its flags are those of the train.py
+    command that trains with this plan."""
     # planner.command leaves these defaults out, but `flags` may say --tp auto --pp auto
     defaults = "--tp 1 --pp 1 "
     rows = []
@@ -641,12 +650,13 @@ def covered_ms(spans: list[tuple]) -> float:
     return total / 1e3
 
 
-# Part of the name of a kernel or copy -> its kind. Every other kernel is "computation" if it ran on
-# the stream that was busy with such kernels for longest, and else "other streams"
+# Part of the name of a kernel or copy -> its kind. All other kernels are computation. by_kind calls
+# them "computation" on the compute stream (the one that they kept busy for longest), and "other
+# streams" elsewhere
 KINDS = {
     "nccl": "communication",
     "Memcpy PtoP": "exchange",  # attention's all-to-alls, by copy engines (attention.Exchange)
-    "barrier": "barrier",  # a kernel that waits for the other ranks, before and after these
+    "barrier": "barrier",  # a kernel that waits for the other ranks, before and after an exchange
     "Memcpy DtoH": "to the host",
     "Memcpy HtoD": "from the host",
     "Memset": "memset",
@@ -662,12 +672,16 @@ def kind_of(name: str) -> str:
 def by_kind(events: Iterable) -> dict[str, list]:
     """Return (begin, end, name) of a profile's events on this GPU, sorted, by their kind."""
     spans = {kind: [] for kind in ("computation", *KINDS.values(), "other streams")}
-    kernels = collections.defaultdict(list)  # stream -> its kernels of kind_of "computation"
+    kernels = collections.defaultdict(list)  # stream -> spans of its computation kernels
     for e in events:
-        if e.device_type == torch.autograd.DeviceType.CUDA:
-            kind = kind_of(e.name)
-            of_kind = kernels[e.device_resource_id] if kind == "computation" else spans[kind]
-            of_kind.append((e.time_range.start, e.time_range.end, e.name))
+        if e.device_type != torch.autograd.DeviceType.CUDA:
+            continue
+        span = e.time_range.start, e.time_range.end, e.name
+        kind = kind_of(e.name)
+        if kind == "computation":
+            kernels[e.device_resource_id].append(span)
+        else:
+            spans[kind].append(span)
     longest_first = sorted(kernels.values(), key=covered_ms, reverse=True)
     for i, of_stream in enumerate(longest_first):
         spans["computation" if i == 0 else "other streams"] += of_stream
@@ -686,9 +700,10 @@ def profile_steps(step: Callable, steps: int) -> tuple[torch.profiler.profile, d
 
 def profiled(bench: Bench, step: Step) -> dict:
     """Profile two steps, and return the milliseconds per step in which communication (NCCL) ran,
-    and in which it was exposed: nothing else ran at the same time, memsets not counted. A row that
-    shards parameters also writes its profile as trace.json.gz, for chrome://tracing."""
-    # the second step's forward hides the broadcast of the parameters that the first one updated
+    and in which it was exposed: nothing else except memsets ran at the same time. A row that shards
+    parameters also writes its profile as trace.json.gz, for chrome://tracing."""
+    # two steps, because the second step's forward hides the broadcast of the parameters that the
+    # first step updated
     profile, spans = profile_steps(step, 2)
     if step.run.plan.factors.p > 1 and bench.rank == 0:
         profile.export_chrome_trace(str(bench.file.with_name("trace.json.gz")))
@@ -705,12 +720,12 @@ def waits_of(spans: dict[str, list]) -> dict:
     kernels with the longest idle time between them, summed over all gaps of a pair."""
     computation = spans["computation"]
     waits = collections.Counter()
-    _, covered, before = computation[0]
+    _, busy_until, last_kernel = computation[0]
     for begin, end, name in computation:
-        if begin > covered:
-            waits[before, name] += (begin - covered) / 1e3
-        if end > covered:
-            covered, before = end, name
+        if begin > busy_until:
+            waits[last_kernel, name] += (begin - busy_until) / 1e3
+        if end > busy_until:
+            busy_until, last_kernel = end, name
     return {
         "idle_ms": sum(waits.values()),
         "communication_ms": covered_ms(spans["communication"]),
@@ -729,8 +744,8 @@ def profiled_waits(bench: Bench, step: Step) -> dict:
 
 
 def planned_memory(bench: Bench, step: Step) -> dict:
-    """Return what a row reports of a step with planned memory, {} for any other step. Its buffers
-    and their addresses are written as a CSV file."""
+    """Return what a row reports of a step with planned memory; {} for any other step. Also write
+    the sizes, lifetimes and addresses of the step's tensors as a CSV file."""
     memory = step.memory
     counts = memory and memory.counts
     if not counts:
@@ -860,7 +875,7 @@ def parallelism_tables(
     ranks: int, nodes: int, seqs: list[str], data_parallel: str, batches: list[str]
 ) -> dict[str, Table]:
     """Return the tables of how ranks share states, sequences, matrices and layers. The arguments
-    are those of make_tables, and flags that it makes of them."""
+    are arguments and variables of make_tables."""
     half = max(1, ranks // 2)
     # fmt: off
     return {
@@ -932,7 +947,7 @@ def parallelism_tables(
 
 def planning_tables(ranks: int, seqs: list[str]) -> dict[str, Table]:
     """Return the tables of what is planned: addresses, the place of optimizer states, whole plans.
-    seqs: of make_tables."""
+    seqs: as in make_tables."""
     # fmt: off
     return {
         "memplan": Table(
@@ -973,8 +988,8 @@ def planning_tables(ranks: int, seqs: list[str]) -> dict[str, Table]:
 
 
 def profile_tables(seqs: list[str], data_parallel_step: str) -> dict[str, Table]:
-    """Return the tables of what PyTorch's profiler finds. seqs: of make_tables. data_parallel_step:
-    flags of a step with one micro-batch of a short sequence."""
+    """Return the tables of what PyTorch's profiler finds. seqs: as in make_tables.
+    data_parallel_step: the flags of a step in which each rank has one short sequence."""
     # fmt: off
     return {
         "trace": Table(
@@ -994,7 +1009,7 @@ def profile_tables(seqs: list[str], data_parallel_step: str) -> dict[str, Table]
             "profiler",
             [
                 Row("ours"),
-                # no comma in a label of a table that takes --rows, whose labels commas separate
+                # --rows separates labels by commas, so a label must not have one
                 Row("ours swaps only x and o",      "--alpha 0"),
                 Row("ours bf16 states",             "--moments bf16 --grad-sums dtype"),
             ],
@@ -1023,7 +1038,7 @@ def device_here() -> str:
 
 # fmt: off
 COLUMNS = {
-    # title              a value of shown_values    its format
+    # title              key in shown_values        format of the value
     "label":            ("label",                   ""),
     "plan":             ("plan",                    ""),
     "model":            ("model",                   ""),
@@ -1126,8 +1141,8 @@ def versions() -> dict[str, str]:
 
 
 def commit() -> str:
-    """Return the commit that is measured, with a + if files differ from it. BENCH_COMMIT names it
-    on a machine to which the files were copied without their history."""
+    """Return the commit that is measured, with a + if files differ from it. On a machine to which
+    the files were copied without their history, the environment variable BENCH_COMMIT names it."""
     git = subprocess.run(
         "git describe --always --exclude '*' --dirty=+",
         shell=True,
@@ -1160,9 +1175,9 @@ TRAIN_FLAGS = {  # flag of train.py, which is added to every row's flags -> its 
 
 
 def parse() -> argparse.Namespace:
-    """Parse the command line. The result has two more fields. `given` are the BENCH_FLAGS and
-    TRAIN_FLAGS that the command has, as {"seq": "--seq 64K"}. `flags` is one text of those that
-    are TRAIN_FLAGS."""
+    """Parse the command line. The result has two more fields. `given` has the BENCH_FLAGS and
+    TRAIN_FLAGS of the command, as {"seq": "--seq 64K", "batch": "--batch 4"}. `flags` is the text
+    of the TRAIN_FLAGS among them, "--batch 4"."""
     tables = tables_here()
     parser = argparse.ArgumentParser(
         description=__doc__.split("\n")[0],
@@ -1233,9 +1248,10 @@ def check(args: argparse.Namespace, table: Table) -> None:
             raise ValueError(f"--rows {label}: {reason}")
     if args.nodes and args.nodes not in map(str, planner.divisors(world)):
         raise ValueError(f"--nodes {args.nodes} must divide the {world} ranks")
-    size = f"--micro-batch {args.micro_batch}" if args.micro_batch else ""
+    # config raises ValueError for a value that train.py refuses
+    micro_batch_flag = f"--micro-batch {args.micro_batch}" if args.micro_batch else ""
     for seq in listed(args.seq) or ["4K"]:
-        cfg = config(f"{table.flags} {args.flags} --seq {seq} {size}")
+        cfg = config(f"{table.flags} {args.flags} --seq {seq} {micro_batch_flag}")
     if cfg.batch and cfg.micro_batch and cfg.batch % cfg.micro_batch:
         fitting = max(n for n in planner.divisors(cfg.batch) if n <= cfg.micro_batch)
         raise ValueError(
@@ -1302,16 +1318,16 @@ def measure_table(bench: Bench, args: argparse.Namespace) -> None:
 
 
 def order_in_words(rows: list[dict]) -> str:
-    """Return how well the order of predicted seconds agrees with that of measured seconds: their
-    rank correlation (Spearman), and whether the plan that was predicted to be the fastest was the
-    fastest."""
+    """Return a sentence on how well plans sorted by predicted seconds agree with plans sorted by
+    measured seconds: the rank correlation (Spearman) of the two, the seconds of the plan that was
+    predicted to be the fastest, and those of the fastest one."""
     rows = [row for row in rows if row.get("step_s") and row.get("predicted_s")]
     if len(rows) < 3:
         return f"{len(rows)} plans are too few to compare the orders of their seconds"
     predicted = [row["predicted_s"] for row in rows]
     measured = [row["step_s"] for row in rows]
     correlation = stats.spearmanr(predicted, measured).statistic
-    chosen = measured[predicted.index(min(predicted))]
+    chosen = measured[predicted.index(min(predicted))]  # seconds of the plan predicted fastest
     return (
         f"rank correlation of predicted and measured seconds over {len(rows)} plans: "
         f"{correlation:.2f} (1: the same order, 0: no relation). The plan that was predicted to be "
@@ -1357,7 +1373,8 @@ when nothing else runs. The rest is what norms, updates, communication and recom
 
 
 def in_sentences(row: dict) -> str:
-    """Return what a row of table machine says, with its plan and the command that trains by it."""
+    """Return a row of table machine as sentences, with its plan and the command that trains with
+    this plan."""
     batch = config(row["flags"]).batch
     sequences = "one sequence" if batch == 1 else f"{batch} sequences"
     head = f"{row['model']}, {sequences} of {row['seq']:,} tokens per step"
@@ -1390,7 +1407,8 @@ def write_profile(bench: Bench) -> None:
 
 
 def split_nodes(args: argparse.Namespace) -> None:
-    """Tell NCCL and train.py, by the environment, that this node's ranks are on several nodes."""
+    """Set environment variables so that NCCL and train.py treat this node's ranks as ranks of
+    several nodes (--nodes)."""
     nodes = int(args.nodes)
     ranks = int(os.environ["WORLD_SIZE"]) // nodes
     os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")

@@ -1,9 +1,9 @@
 """Save the model states of a run, and read them under any sharding factors.
 
     OUT/step-00000100/               the checkpoint of one step
-        rank-00000-0.safetensors     what rank 0 saves: its parts of the states, as flat tensors. Of
-        rank-00000-1.safetensors     the ranks that hold the same part, one saves it. A file takes
-        ...                          up to 4 GiB, and says where its parts belong
+        rank-00000-0.safetensors     what rank 0 saves: its parts of the states, as flat tensors. If
+        rank-00000-1.safetensors     several ranks hold the same part, one of them saves it. A file
+        ...                          takes up to 4 GiB, and says where its parts belong
         meta.json                    written last: the step, the samples seen, the model, the flags
                                      and the data of the run; the size and the checksum of each
                                      file; and its own checksum
@@ -26,10 +26,10 @@ own part, and copies the overlaps:
 
 Here rank 1 of three reads the end of the old rank 0's part, and the beginning of the old rank 1's.
 
-With tensor parallelism a rank has some rows or columns of a matrix (ops.TensorSlice). `start` then
-counts in the flattened slice, and the file says which slice it is. A rank that has the same slice
-reads as above. A rank with another slice first assembles the whole matrix in memory, one matrix at
-a time, and takes its slice from there.
+With tensor parallelism a rank has some rows or columns of a matrix (ops.TensorSlice). Then `start`
+is an index in the flattened slice, and the file says which slice it is. A rank that has the same
+slice reads as above. A rank with another slice first assembles the whole matrix in memory, one
+matrix at a time, and takes its slice from there.
 
 A checkpoint is written into a folder step-N.tmp, flushed to the disk, and then renamed. So a folder
 without .tmp is complete, even if the run was killed while it saved. A resume compares the checksum
@@ -89,8 +89,8 @@ FILE_BYTES = 4 * 2**30  # of tensors in one file
 
 
 def pack(sizes: dict[str, int]) -> list[list[str]]:
-    """Return the names of the tensors in each file. sizes: bytes by name. Names stay in order. A
-    file takes at most FILE_BYTES, or one tensor that is larger."""
+    """Divide tensors among files, and return the names of the tensors in each file, in order.
+    sizes: bytes by name. A file takes at most FILE_BYTES, or a single tensor that is larger."""
     files = []
     room = 0  # bytes left in the last file
     for name, size in sizes.items():
@@ -116,8 +116,8 @@ def write_tensors(tensors: dict[str, Tensor], path: Path, metadata: dict[str, st
 
 @contextlib.contextmanager
 def name_in_errors(path: Path):
-    """Let an OSError of the block name the file. The system names it if it cannot be opened, but
-    not if a read from the open file fails."""
+    """Add the file's name to an OSError that the `with` block raises without it. The system names a
+    file that it cannot open, but not an open file that it cannot read."""
     try:
         yield
     except OSError as e:
@@ -147,9 +147,10 @@ def sync(path: Path) -> None:
 def write_states(folder: Path, parts: dict[str, StatePart]) -> dict[str, list[int]]:
     """Write the files of this rank, and return [size, crc32] of each by its name. Raises OSError.
 
-    parts: this rank's part of each state, by the state's name; those with `saved_here` are written.
-    Only one file's tensors are on the host at a time. While a file is written, other threads
-    compute the checksums of the files before it."""
+    parts: this rank's part of each state, by the state's name. Those with `saved_here` are written.
+    Tensors are brought to the host file by file: those of a file stay until the next file's have
+    been read, so two files' tensors are the most. While a file is written, other threads compute
+    the checksums of the files before it."""
     sizes = {name: part.nbytes for name, part in parts.items() if part.saved_here}
     checksums = {}
     with ThreadPoolExecutor() as pool:
@@ -213,7 +214,9 @@ def open_checkpoint(folder: Path) -> Checkpoint:
                 if size_now != size:
                     raise ValueError(f"{name} has {size_now} bytes, not {size}")
         open_parts(saved)
-    except OSError as e:  # --resume auto must not skip it. A missing file is a ValueError here
+    # There are two kinds of errors, because --resume auto and latest skip a checkpoint only if it
+    # is damaged (ValueError). A missing file is a ValueError, too (check_regular)
+    except OSError as e:
         raise OSError(f"--resume: {folder} may be whole, but cannot be read: {e}") from e
     except Exception as e:  # a file that anybody has written may raise any exception
         raise ValueError(
@@ -227,7 +230,8 @@ def check_regular(path: Path, may_be_link: bool) -> int:
     """Return the size of a checkpoint's file.
 
     Raises ValueError if the file is missing or no regular file. Raises OSError if it cannot be
-    opened, or if the system cannot tell what it is: os.path.lexists would call it missing then.
+    opened, or if the system cannot tell what it is. (os.path.lexists would return False then, as if
+    the file was missing.)
 
     may_be_link: accept a link to a regular file."""
     try:
@@ -243,8 +247,8 @@ def check_regular(path: Path, may_be_link: bool) -> int:
 
 
 def check_meta(meta: dict) -> None:
-    """Raise ValueError unless the numbers that a resumed run computes with are in their ranges, and
-    the files have names such as write_states gives them."""
+    """Raise ValueError unless the numbers that a resumed run uses are in their ranges, and the
+    names of the files have the form that write_states gives them."""
 
     def check_number(name: str, value: object, low: int) -> None:
         if type(value) is not int or not low <= value < 2**63:
@@ -390,10 +394,10 @@ def find_damage(saved: Checkpoint, rank: int = 0, world: int = 1) -> str:
     """Compare the checksums of the files. Return an error that names a file that is not as it was
     written, or "".
 
-    Rank r reads the files that ranks r, r + world size, and so on have saved. If the run has the
-    same ranks and factors, with os = ranks and tp = 1, rank r then resumes from these very files,
-    which are in the system's cache by then. Raises OSError if a file cannot be read. It may be
-    whole nevertheless, so this is not the same as a damaged file.
+    Rank r reads the files that ranks r, r + world size, and so on have saved. With the same ranks
+    and factors as before, os = ranks and tp = 1, these are the files that rank r resumes from. So
+    the system still has them in its cache when they are read again. Raises OSError if a file cannot
+    be read: that does not mean that it is damaged.
     """
 
     def differs(name: str) -> bool:
@@ -415,9 +419,9 @@ def find_damage(saved: Checkpoint, rank: int = 0, world: int = 1) -> str:
 
 
 def read_states(saved: Checkpoint, parts: dict[str, StatePart]) -> None:
-    """Fill this rank's parts of the states from a checkpoint. A part reads only the elements that
-    it needs, unless its tensor-parallel slice differs from the saved ones: then it reads the whole
-    matrix. Raises OSError, or ValueError, also for values that are not finite."""
+    """Fill this rank's parts of the states from a checkpoint. For a part, only its own elements are
+    read, or the whole matrix if its tensor-parallel slice is not one of the saved slices. Raises
+    OSError, or ValueError, also for values that are not finite."""
     states = open_parts(saved)
     one_at_a_time = threading.Lock()  # held while a whole matrix is in memory
 
@@ -474,12 +478,12 @@ def fill(values: Tensor, parts: list[SavedPart], first: int) -> None:
 
 
 def overlapping(parts: list[SavedPart], first: int, n: int) -> Iterator[tuple[int, Tensor]]:
-    """Yield the elements [first, first + n) of a flat tensor that is saved in parts, as pairs
-    (index, elements), one pair per part that has some of them. Index 0 is the element `first`.
+    """Yield the elements [first, first + n) of a flat tensor that is saved in parts. Each part that
+    has some of them gives one pair (index, elements). Index 0 is the element `first`.
 
     a saved part   start |---------------| start + count
     wanted                     first |--------------------| first + n
-    yielded                          |---|
+    yielded                          |---|                            with index 0
     """
     for part in parts:
         begin = max(first, part.start)
@@ -507,10 +511,10 @@ def open_weights(
     """Check that a checkpoint has exactly the weights of a model. Return read(name) -> the whole
     weight in float32, on the CPU.
 
-    A weight is read from the files when read() is called. shapes: LLaMA.shapes. state_name: which
-    state of a trained weight to return; Optimizer.exported is the one that an export writes. Raises
-    ValueError if the weights differ from the model's. read() raises ValueError if a value is not
-    finite.
+    A weight is read from the files when read() is called. shapes: LLaMA.shapes. state_name: the
+    state that read() returns of a trained weight, for example Optimizer.exported, the one that an
+    export writes. Raises ValueError if the weights differ from the model's. read() raises
+    ValueError if a value is not finite.
     """
     states = open_parts(saved)
     weights = {}
@@ -617,7 +621,8 @@ class Saver:
         if self.room is not None:  # a copy to page-locked memory runs at the full speed of PCIe
             copied = {}
             for name, copy in self.copies.items():
-                # whole master weights, which a GPU joins fast, and the thread need not join
+                # If a master weight is stored as two tensors, the GPU joins them here, and the copy
+                # is the whole float32 weight (weight=None). So the thread need not join anything
                 parts[name].copy_to(copy, self.states.device)
                 copied[name] = replace(parts[name], stored=copy, weight=None)
             parts = copied
@@ -639,8 +644,8 @@ class Saver:
         try:
             written = all_or_none(self.job.result, group=self.group)
             files_of_ranks = gather_objects(written, self.group)
-            # all ranks wait for this. A rank that went on could end, and end the run with it,
-            # before rank 0 has renamed the folder
+            # All ranks wait until rank 0 has renamed the folder. Otherwise another rank could reach
+            # the end of the run and exit before that, and so end the run without this checkpoint
             on_rank_0(self.complete, files_of_ranks, group=self.group)
             self.failed = ""
         except ConfigError as e:
@@ -683,7 +688,7 @@ def find_checkpoint(out: Path, resume: str, passed_over: Sequence[Path] = ()) ->
     resume: --resume, which is "never", "latest", "auto" (the latest, if there is any) or a folder.
     "latest" and "auto" skip a checkpoint that is not whole, and take the one before it. They do not
     skip one that cannot be read, because it may be whole.
-    passed_over: folders to skip, because all ranks know that they are not whole."""
+    passed_over: folders to skip, because the caller has found wrong checksums there."""
     if resume == "never":
         return None
     if resume not in ("auto", "latest"):
@@ -704,10 +709,10 @@ def find_checkpoint(out: Path, resume: str, passed_over: Sequence[Path] = ()) ->
 
 
 def choose_checkpoint(out: Path, resume: str) -> Checkpoint | None:
-    """Return the checkpoint that find_checkpoint finds on rank 0, after all ranks have compared the
-    checksums of its files; or None to start anew. "latest" and "auto" skip a checkpoint whose
-    checksums differ, but not one that a rank cannot read. A collective of all ranks. Raises
-    ConfigError on all ranks."""
+    """Return the checkpoint to continue from, or None to start anew. Rank 0 chooses it
+    (find_checkpoint), and all ranks compare the checksums of its files. "latest" and "auto" skip a
+    checkpoint whose checksums differ, but not one that a rank cannot read. A collective of all
+    ranks. Raises ConfigError on all ranks."""
     passed_over = []
     while True:
         # only rank 0 chooses, because other nodes may see an old listing of a shared folder for a
@@ -764,14 +769,16 @@ def check_same_model(saved: Checkpoint, model: ModelConfig, may_differ: set[str]
 def prepare_out(out: Path, resumed: Checkpoint | None, trains: bool) -> None:
     """Prepare the folder OUT for a run. Raises OSError.
 
-    What a killed run left unfinished is deleted. Nothing that was saved is deleted: it is moved
-    into OUT/earlier-N.
+    Folders step-N.tmp, which a killed run left unfinished, are deleted. What does not belong to the
+    new run is moved into OUT/earlier-N, and not deleted:
 
-        the run resumes a checkpoint of OUT, and trains    later checkpoints are moved, and the log
-                                                           ends at the checkpoint's step
-        ... and does not train (--steps is reached)        everything stays
-        any other run                                      everything is moved: checkpoints, the
-                                                           log and pictures
+        this run ...                                   what happens to OUT
+        resumes a checkpoint of OUT, and trains        later checkpoints are moved, and later rows
+                                                       of the log are dropped
+        resumes a checkpoint of OUT, and does not      everything stays
+          train, because --steps is reached
+        does anything else                             everything is moved: checkpoints, the log
+                                                       and pictures
     """
     for unfinished in out.glob("step-*.tmp"):
         if unfinished.is_symlink():
@@ -779,7 +786,7 @@ def prepare_out(out: Path, resumed: Checkpoint | None, trains: bool) -> None:
         else:
             shutil.rmtree(unfinished)
 
-    last_step = -1  # checkpoints and log rows of later steps do not stay
+    last_step = -1  # only checkpoints and log rows up to this step stay
     if resumed and resumed.folder.resolve().parent.samefile(out):
         last_step = resumed.meta["step"] if trains else math.inf
     later = [
@@ -788,8 +795,8 @@ def prepare_out(out: Path, resumed: Checkpoint | None, trains: bool) -> None:
     if last_step < 0:
         later += [*out.glob("log.jsonl"), *out.glob("*.png")]
 
-    # checkpoints are moved before the log is cut, so that a crash leaves no log that ends before a
-    # later checkpoint
+    # checkpoints are moved before the log is cut. So even after a crash between the two, no
+    # checkpoint is later than the end of the log
     if later:
         n = 1
         while (out / f"earlier-{n}").exists():
@@ -825,8 +832,9 @@ def locked(out: Path):
     """Hold the folder OUT for one run. Raises ValueError that names the owner if another run holds
     it.
 
-    The operating system releases the lock however the process ends, so a lock is never stale. Some
-    shared file systems have no locks: then a warning is printed, and the run goes on."""
+    The operating system releases the lock when the process ends, even if it is killed. So a file
+    that is left behind does not block the next run. Some shared file systems have no locks: then a
+    warning is printed, and the run goes on."""
     with open_to_append(out / "lock") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -21,7 +21,7 @@ over K, and element (m, n) is multiplied by the scales of row m of A and row n o
 the float8 values, y[5, 7] is the sum over k of a8[5, k] W8[7, k], times scale_a[5] * scale_W[7].
 
 What a result depends on. A row of a, and a row of dy, is one token. So y and da of a token do not
-depend on the other tokens: chunks, swapping and recomputation change nothing. A row of dy^T is one
+depend on the other tokens, and not on chunks, swapping or recomputation. A row of dy^T is one
 feature, and its scale depends on all tokens of the product. So dW depends on which tokens one
 product has: on the chunk size, on the micro-batch, and on sp. If several tensor-parallel ranks hold
 parts of a row, they agree on its scale first (an all-reduce of maxima). So no scale depends on tp.
@@ -89,8 +89,9 @@ def uses_tensor_cores(x: Tensor) -> bool:
 def cast_by_amax(x: Tensor, amax: Tensor) -> Cast:
     """Cast x (..., K). amax (..., 1): the largest absolute value of each row.
 
-    No value needs to be cut off: if the division makes one slightly larger than 448, it is rounded
-    to 448. A row with inf or NaN becomes NaN, so the step is not finite, as it would be in bf16.
+    No value needs to be clamped: if the scaled amax is slightly more than 448, the cast to float8
+    rounds it to 448. If a value is inf or NaN, every product with its row is NaN. So the step is
+    not finite, as it would be in bf16.
     """
     wide = accumulation_dtype(x.dtype)
     amax = amax.to(wide).clamp(min=SMALLEST_AMAX)
@@ -107,8 +108,9 @@ def cast_rows(x: Tensor) -> Cast:
 
 @functools.cache
 def prologue_with_cast(prologue: Prologue) -> Callable:
-    """Return a function that computes (a, *extras) as prologue.forward does, and returns a as
-    (values, scale). On a GPU all of it is one kernel, which does not write a itself."""
+    """Return a function that does what prologue.forward does, and then casts a: it returns
+    (values, scale, *extras) instead of (a, *extras). On a GPU it is one kernel, which does not
+    write a itself to memory."""
 
     def forward(*inputs):
         a, *extras = prologue.forward(*inputs)
@@ -119,7 +121,7 @@ def prologue_with_cast(prologue: Prologue) -> Callable:
 
 def largest_values(x: Tensor, of_rows: bool, of_cols: bool) -> tuple[Tensor | None, Tensor | None]:
     """Return the largest absolute values of the rows of x (M, K), as (M, 1), and of its columns, as
-    (K, 1). None for either that is not asked for."""
+    (K, 1). A result that is not asked for is None."""
     if uses_tensor_cores(x):
         import fp8_kernels  # needs Triton, which comes with PyTorch for GPUs
 
@@ -133,11 +135,12 @@ def largest_values(x: Tensor, of_rows: bool, of_cols: bool) -> tuple[Tensor | No
 def cast_both(
     x: Tensor, row_amax: Tensor | None, col_amax: Tensor | None
 ) -> tuple[Cast | None, Cast | None]:
-    """Cast x (M, K) with a scale per row, and x^T (K, M) with a scale per row. None for either
-    whose largest values are None.
+    """Return two casts with a scale per row: of x (M, K), if row_amax is given, and of x^T (K, M),
+    if col_amax is given. The other result is None.
 
-    On a GPU the rows of x^T are padded with zeros to a multiple of 16 elements. So the operands of
-    dW have the same sizes, and zeros add nothing to it.
+    On a GPU the rows of x^T are padded with zeros, from M elements to a multiple of 16, because
+    tensor cores need it. Both operands of dW, dy^T and a^T, are padded to the same length, and the
+    zeros add nothing to their product.
     """
     if uses_tensor_cores(x):
         import fp8_kernels
@@ -168,18 +171,19 @@ def product(
 
 @compiled
 def add_into(out: Tensor, dw: Tensor) -> None:
-    """Add dW in bf16 to a sum, in float32 as a rule."""
+    """Add dW to a sum of gradients, which is float32 unless --grad-sums dtype is set."""
     out.add_(dw)
 
 
 def weight_grad_into(
     dy_t: Cast, x_t: Cast, dtype: torch.dtype, out: Tensor | None, beta: int
 ) -> Tensor:
-    """Write beta * out + dy^T x into out (rows, cols), and return it. This is ops.weight_grad_into
-    for float8, with transposed operands: casts of dy^T (rows, N) and of x^T (cols, N).
+    """Write beta * out + dy^T x into out (rows, cols), and return it. beta is 0 or 1. out=None:
+    return dy^T x in a new tensor. This is ops.weight_grad_into for float8, with transposed
+    operands: casts of dy^T (rows, N) and of x^T (cols, N).
 
-    The product itself has `dtype`. The sum has out's dtype: float32 if several products add up,
-    unless --grad-sums dtype is set.
+    The product is rounded to `dtype`. Then it is added in out's dtype, which is float32 if several
+    products add up, unless --grad-sums dtype is set.
     """
     if out is None or (beta == 0 and out.dtype == dtype):
         return product(dy_t, x_t, dtype, out=out)
@@ -199,9 +203,9 @@ class Float8Products(Products):
 
     layer_of: the number of the layer to which each matrix belongs.
 
-    group: the tensor-parallel ranks that share rows, None if there are none. If a matrix is cut by
-    columns, each rank has a part of each row of a and of W. If it is cut by rows, each has a part
-    of each row of dy and of W^T.
+    group: this rank's tensor-parallel group; None without tensor parallelism. If a matrix is cut by
+    columns, each rank has a part of each row of a and of W. If it is cut by rows, each rank has a
+    part of each row of dy and of W^T.
 
     keeps_casts: keep the casts of all weights until the next update. If it is False, the casts are
     kept only while the same layer runs: its token chunks and its recomputation use them again.
@@ -216,7 +220,7 @@ class Float8Products(Products):
         self.layer_of = layer_of
         self.group = group
         self.keeps_casts = keeps_casts
-        self.weight_casts = {}  # (matrix, "rows" or "cols") -> its Cast
+        self.weight_casts = {}  # (matrix, "rows") -> Cast of W; (matrix, "cols") -> Cast of W^T
         self.weight_amax = {}  # the same keys -> (row_amax, col_amax), until the next update
         self.layer = None  # the layer whose casts are in weight_casts, unless keeps_casts
 
@@ -253,9 +257,9 @@ class Float8Products(Products):
     ) -> tuple[Tensor | None, Tensor | None]:
         """Return what the function largest_values returns, for whole rows or columns.
 
-        shared: other tensor-parallel ranks hold the rest of x's rows, or, if only of_cols is True,
-        the rest of its columns. Then this is a collective of these ranks, which takes the maximum
-        over them."""
+        shared: other tensor-parallel ranks hold the rest of x's rows, or the rest of its columns if
+        only of_cols is True. Then this is a collective of these ranks. It replaces the values of
+        the shared rows (or columns) by the maximum over the ranks."""
         row_amax, col_amax = largest_values(x, of_rows, of_cols)
         if shared:
             amax = row_amax if of_rows else col_amax
@@ -263,7 +267,8 @@ class Float8Products(Products):
         return row_amax, col_amax
 
     def shares_rows(self, matrix: Matrix, cut: str) -> bool:
-        """Return whether several ranks have parts of the same row, because of this cut."""
+        """Return whether several ranks have parts of the same row of an operand: whether the matrix
+        is split by tensor parallelism, and its cut is this one ("rows" or "columns")."""
         return matrix.tp_slice is not None and matrix.cut == cut
 
     def forward(self, matrix: Matrix, prologue: Prologue, recomputing: bool, inputs: tuple):
@@ -271,8 +276,8 @@ class Float8Products(Products):
         if inputs[0].numel() == 0:  # no tokens, so no row has a largest value
             return super().forward(matrix, prologue, recomputing, inputs)
         shared = self.shares_rows(matrix, "columns")
-        # the cast of shared rows cannot be fused with the prologue, because the ranks agree on the
-        # largest values before it
+        # shared rows cannot be cast in the prologue's kernel, because between the prologue and the
+        # cast the ranks agree on the largest values
         if shared or not uses_tensor_cores(inputs[0]):
             a, *extras = prologue.forward(*inputs)
             dtype, leading = a.dtype, a.shape[:-1]

@@ -1,12 +1,12 @@
 """Two Triton kernels that cast a bf16 matrix (M, K) to float8, for fp8.py.
 
 Both read the matrix once, in tiles. The first finds the largest absolute values of rows and
-columns. The second writes float8 rows of the matrix, and float8 rows of its transpose. A tile of
-the transpose is turned inside the GPU's shared memory, so that both are written in long runs of
-bytes. Together they move 2 + 2 bytes per element to read it, and 1 byte per copy to write it.
+columns. The second writes float8 rows of the matrix, and float8 rows of its transpose. It
+transposes each tile inside the GPU's shared memory, so that both results are written in long runs
+of bytes. Per element, each kernel reads 2 bytes, and the second one writes 1 byte per result.
 
-torch.compile also makes such kernels. But its transposed writes are not in long runs, which makes
-them half as fast, and it reads the matrix once more.
+torch.compile could make such kernels, too. But it writes the transpose in short runs, which is half
+as fast, and it reads the matrix once more.
 """
 
 import torch
@@ -35,14 +35,14 @@ def load_tile(x, num_rows, num_cols, TILE: tl.constexpr):
 
 @triton.jit
 def factor(amax):
-    """Return 448 / amax. The last bit of Triton's own division may be wrong. div_rn rounds
-    correctly, as fp8.cast_by_amax does."""
+    """Return 448 / amax. The operator / of Triton may get the last bit wrong. div_rn rounds
+    correctly, as the division in fp8.cast_by_amax does."""
     return tl.div_rn(tl.full(amax.shape, LARGEST, tl.float32), amax)
 
 
 @triton.jit
 def scale(amax):
-    """Return amax / 448, as `factor` does."""
+    """Return amax / 448, rounded correctly as in `factor`."""
     return tl.div_rn(amax, tl.full(amax.shape, LARGEST, tl.float32))
 
 
@@ -59,7 +59,8 @@ def largest_values_kernel(
 ):
     tile, rows, cols = load_tile(x, num_rows, num_cols, TILE)
     magnitude = tl.abs(tile)
-    if OF_ROWS:  # the largest value does not depend on which tile comes first
+    # tiles come in any order, but a maximum does not depend on the order
+    if OF_ROWS:
         tl.atomic_max(row_amax + rows, tl.max(magnitude, 1), mask=rows < num_rows, sem="relaxed")
     if OF_COLS:
         tl.atomic_max(col_amax + cols, tl.max(magnitude, 0), mask=cols < num_cols, sem="relaxed")
@@ -117,7 +118,8 @@ def largest_values(x: Tensor, of_rows: bool, of_cols: bool) -> tuple[Tensor | No
 
 
 def cast(x: Tensor, row_amax: Tensor | None, col_amax: Tensor | None):
-    """See fp8.cast_both. Returns two pairs of values and scales, or None for either."""
+    """See fp8.cast_both. Returns two pairs (values, scale), of x and of x^T. A pair whose largest
+    values are None is None itself."""
     num_rows, num_cols = x.shape
     padded_rows = triton.cdiv(num_rows, fp8.MULTIPLE) * fp8.MULTIPLE
     of_rows, of_cols = row_amax is not None, col_amax is not None

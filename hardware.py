@@ -15,10 +15,12 @@ Example: profile h200x2 has the forward of cuDNN's attention at 531 TFLOP/s on 4
 log 4,096 and log 16,384.
 
 A Profile is a file, results/profiles/NAME.json. `bench.py --profile NAME` measures one with
-measure.py, or someone puts it together from published numbers, each with its source. Nothing in a
-profile is fitted to whole steps, and only `memory` is fitted to a whole layer. `load_profile` finds
-a profile by its name, and `find_profile` by the name of a GPU. For a GPU without a profile, the
-rates of an H200 are multiplied by ratios of the data sheets.
+measure.py, or someone puts it together from published numbers, each with its source. Rates are
+those of single operations, and are not fitted to the times of whole steps. `memory` is computed
+from the time of a layer, and `sources` names other exceptions. (For example, in h200x2 the seconds
+to launch a head group of attention are derived from the times of steps.) `load_profile` finds a
+profile by its name, and `find_profile` by the name of a GPU. For a GPU without a profile, the rates
+of an H200 are multiplied by ratios of the data sheets.
 
 The rates of attention depend on the kernel, so a profile has one table per attention kernel. The
 seconds that the host takes to launch kernels depend on the host's processor, so a profile has them
@@ -43,15 +45,15 @@ PROFILES = Path(__file__).parent / "results" / "profiles"
 
 # weight_grad_sum: a weight's gradient that is added to a float32 sum
 PRODUCTS = ("forward", "input_grad", "weight_grad", "weight_grad_sum")
-# the same in float8, if the GPU can. Casts are not among them
+# the same products in float8, without the casts of their operands. Only if the GPU has float8
 FLOAT8_PRODUCTS = tuple(f"fp8_{kind}" for kind in PRODUCTS)
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "broadcast", "all_to_all")
 PASSES = ("forward", "backward")
-# what a host launches: a layer's kernels per pass, and one head group of attention with its
-# all-to-alls per pass
+# What a host launches. "forward" and "backward": all kernels of a layer in that pass. "head group
+# ...": attention's kernel and the all-to-alls of one head group in that pass
 HEAD_GROUP_LAUNCHES = ("head group forward", "head group backward")
 LAUNCHES = (*PASSES, *HEAD_GROUP_LAUNCHES)
-# a layer's kernels if its products run in float8, if the GPU can. They are more kernels
+# all kernels of a layer whose products run in float8, which are more. Only if the GPU has float8
 FLOAT8_LAUNCHES = ("fp8 forward", "fp8 backward")
 OVERLAPS = ("collectives", "all_to_all")
 Points = list[list[float]]  # each [size, rate] or [tokens, width, rate], in ascending order
@@ -73,7 +75,7 @@ class Profile:
     # by PRODUCTS and FLOAT8_PRODUCTS: [tokens, width of a square matrix, FLOP/s]
     products: dict[str, Points]
     # by attention kernel (a name in attention.KERNELS) and by PASSES: [tokens of a sequence,
-    # FLOP/s]. FLOPs are those of causal attention, half of the full attention matrix
+    # FLOP/s]. Only the FLOPs of causal attention count: half of the attention matrix
     attention: dict[str, dict[str, Points]]
     memory: float  # bytes/s read and written by element-wise kernels, their launches included
     optimizer: float  # bytes/s read and written by the optimizer's update on the GPU
@@ -86,9 +88,10 @@ class Profile:
     # "collectives": all-gathers and reduce-scatters while layers run. "all_to_all": all-to-alls
     # while attention runs
     overlap: dict[str, list[float]]
-    # bytes/s read and written by casts to float8. None: not measured, so that `memory` counts
+    # bytes/s read and written by casts to float8. None: not measured; costs.py takes `memory`
     casts: float | None = None
-    sources: dict[str, str] = field(default_factory=dict)  # where numbers come from, by field
+    # where the numbers come from, by field. "all": the profile as a whole
+    sources: dict[str, str] = field(default_factory=dict)
     about: dict = field(default_factory=dict)  # hardware, date, versions, commit, command
 
 
@@ -252,9 +255,9 @@ def load_profile(name: str, per_node: int | None = None) -> Profile:
     name: the name of a profile in results/profiles (upper or lower case), the path of a profile's
     file, or the name of a GPU (find_profile).
 
-    per_node: GPUs per node. The default is 8 for the name of a GPU, and a profile's own number for
-    a profile. A profile that was measured on smaller nodes takes its network from an H200's profile
-    if add_network says so. Any other profile keeps its own number.
+    per_node: GPUs per node. None: 8 for the name of a GPU, and a profile's own number for a
+    profile. If it is larger than a profile's own number, add_network may take the network from an
+    H200's profile. Otherwise the profile keeps its own number.
 
     Raises ValueError if there is no such profile, or if its file is wrong.
     """
@@ -333,16 +336,17 @@ def is_positive(x) -> bool:
 def find_profile(device_name: str, per_node: int) -> Profile:
     """Return the profile for a GPU by PyTorch's device name, and for nodes of `per_node` GPUs.
 
-    A profile is the GPU's own if both have the same data sheet in SHEETS. If the GPU has no data
-    sheet, the profile must be for a device of the same name.
+    A GPU's own profiles are those of devices with the same row of SHEETS. If the GPU has no row,
+    they are those of devices with the same name.
 
-        the GPU's own profiles           example              returned profile
-        nodes of at least per_node       H200, 3 per node     h200x8: the smallest of these
-        only smaller nodes               H200, 16 per node    h200x8: the largest of these
-        only smaller nodes, and an       H100, 8 per node     h100x2, with the network of h200x8,
-          H200's are larger                                   scaled (add_network)
-        none, but a data sheet           A100, 8 per node     h200x8, scaled
-        none, and no data sheet          H20, 8 per node      h200x8 as it is
+        the GPU has profiles for ...     example              returned profile
+        nodes of at least per_node       H200, 3 per node     h200x8: of these, the smallest nodes
+        only smaller nodes, and is an    H200, 16 per node    h200x8: of these, the largest nodes
+          H200
+        only smaller nodes, and is       H100, 8 per node     h100x2, with the network of h200x8,
+          another GPU                                         scaled (add_network)
+        nothing, but a data sheet        A100, 8 per node     h200x8, scaled
+        nothing, and no data sheet       H20, 8 per node      h200x8 as it is
 
     If a whole profile is scaled or borrowed, its name says so. Of profiles for nodes of the same
     size, the one that was measured last is returned, for example your own.
@@ -400,15 +404,15 @@ def scale_by_data_sheet(device_name, per_node):
 def add_network(profile, per_node):
     """Return a profile that also has rates of the network, for nodes of `per_node` GPUs.
 
-    A profile measured on one GPU has none, and the network of a profile measured on two GPUs is not
-    that of eight. Such a profile takes the network's rates from an H200's profile with larger
-    nodes, scaled by the data sheets. Its seconds to launch a head group are raised to those of the
-    H200's profile, because the host launches one copy per GPU of a node, and the profile was
-    measured with fewer GPUs. If per_node > 1, the profile also takes the rates of copies to the
+    A profile measured on one GPU has no such rates, and those measured on two GPUs do not hold for
+    eight. Such a profile takes the network's rates from the H200's profile that find_profile finds,
+    scaled by the data sheets. Its seconds to launch a head group become at least those of the
+    H200's profile: in an all-to-all the host launches one copy per GPU of a node, and the profile
+    was measured with fewer GPUs. If per_node > 1, the profile also takes the rates of copies to the
     host and the host's memory, because the GPUs of a node share them.
 
-    A profile that has rates of the network is returned as it is if it was measured on a node of
-    this size or a larger one, if it is an H200's, or if its device has no data sheet, because then
+    A profile that has rates of the network is returned as it is in three cases: it was measured on
+    a node of this size or a larger one; it is an H200's; or its device has no data sheet, so that
     nothing can be scaled.
     """
     has_network = any(profile.collectives.values())

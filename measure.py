@@ -15,8 +15,8 @@ hardware.Profile to results/profiles/NAME.json. Each measurement is one method:
     overlap_factors     how much computation and communication slow down each other
     memory_rate         bytes/s of the element-wise kernels between products, launches included
 
-Element-wise kernels are not timed by themselves. `memory_rate` comes last: it times whole layers,
-and solves the equation by which costs.layer_seconds predicts a layer,
+Element-wise kernels are not timed by themselves. `memory_rate` comes last. It times whole layers,
+and solves for `memory` the equation by which costs.layer_seconds predicts a layer:
 
     seconds of a layer = seconds of its products and attention + element-wise bytes / memory
 
@@ -61,9 +61,9 @@ from streams import HOST_BYTES, CommStream
 def predicted_layer_seconds(
     profile: Profile, model: ModelConfig, dtype: torch.dtype, tokens: int, kernel: str = "auto"
 ) -> float:
-    """Return the seconds that costs.py counts for a layer's forward and backward.
+    """Return the seconds that costs.py predicts for a layer's forward and backward.
 
-    kernel: the attention kernel. tokens: the length of the sequence. One rank runs one sequence.
+    One rank runs one sequence of `tokens` tokens. kernel: the attention kernel.
     """
     est = costs.Estimator(profile, kernel)
     layer = costs.layer_seconds(est, costs.Plan(model, dtype, 1, 1, tokens))
@@ -74,12 +74,12 @@ class Machine:
     """Measure this machine. All ranks do the same at the same time, and the slowest rank's seconds
     count. All methods are collectives: every rank calls them in the same order."""
 
-    # what is measured on GPUs; a CPU gets smaller shapes
-    seconds = 0.4  # of work per point: so long that a GPU's clock rate falls, as in training
-    tokens = (2048, 4096, 16384)
-    widths = (2048, 4096, 8192)
+    # These are for GPUs; __init__ sets smaller ones on a CPU
+    seconds = 0.4  # of work per point, long enough that a GPU's clock rate falls as in training
+    tokens = (2048, 4096, 16384)  # of matrix products
+    widths = (2048, 4096, 8192)  # of matrix products
     seqs = (1024, 4096, 16384, 65536, 262144)  # tokens of a sequence, for attention
-    sizes = (2**20, 2**23, 2**26, 2**29)  # bytes of collectives. Copies have the last size
+    sizes = (2**20, 2**23, 2**26, 2**29)  # bytes of a collective. Copies have the last size
     layer_size = 4096  # tokens and width of whole layers
 
     def __init__(
@@ -241,21 +241,24 @@ class Machine:
         """
         cfg, run = self.make_layers()
         layer = cfg, self.dtype, self.layer_size, self.kernels[0]
-        products = predicted_layer_seconds(profile, *layer)  # seconds of products and attention
-        # at 1 byte per second, a layer's element-wise seconds are its element-wise bytes
-        moved = predicted_layer_seconds(replace(profile, memory=1.0), *layer) - products
+        other_seconds = predicted_layer_seconds(profile, *layer)  # of products and attention
+        # at 1 byte per second, element-wise kernels take as many seconds as they move bytes
+        slow_memory = replace(profile, memory=1.0)
+        elementwise_bytes = predicted_layer_seconds(slow_memory, *layer) - other_seconds
+
         seconds = self.time(run) / cfg.layers
-        elementwise = max(seconds - products, seconds / 100)  # positive in spite of timing noise
-        return moved / elementwise
+        # positive in spite of timing noise
+        elementwise_seconds = max(seconds - other_seconds, seconds / 100)
+        return elementwise_bytes / elementwise_seconds
 
     def update_rate(self, storage):
         """Return bytes/s of an update.
 
-        storage: where optimizer states lie, which also says what bytes are counted.
+        storage: where optimizer states lie. It also decides which bytes are counted.
 
             gpu     all bytes that the update reads and writes (costs.update_bytes)
-            host    the bytes of optimizer states, once. They stream to the GPU and back at the same
-                    time, so the rate is that of one direction
+            host    the size of the optimizer states. They stream to the GPU and back at the same
+                    time, so this is the rate of one direction
         """
         model = self.make_model(4, self.layer_size)
         states = States(model, self.device, self.dtype, storage=storage)
@@ -274,8 +277,9 @@ class Machine:
         return on_gpu.nbytes / self.time(lambda: on_host.copy_(on_gpu, non_blocking=True))
 
     def cast_rate(self):
-        """Return bytes/s of casts to float8: a matrix is read twice, for its largest values and for
-        its casts, and written by rows and by columns. None if the GPU has no float8."""
+        """Return bytes/s of casts to float8, or None if the GPU has no float8. A cast reads a bf16
+        matrix twice: once to find the largest values, and once to cast. It writes two float8
+        matrices: the cast and the transposed cast."""
         if not (self.gpu and has_float8(self.device)):
             return None
         x = self.random(16384, 8192)
@@ -286,7 +290,7 @@ class Machine:
         """Return the seconds that the host takes to launch kernels, by LAUNCHES and, if the GPU has
         float8, by FLOAT8_LAUNCHES.
 
-        On a CPU, the seconds of an operator include its launch, so launches count as nothing.
+        On a CPU, the seconds of an operator include its launch, so a launch counts 1 ns here.
         """
         if not self.gpu:
             return dict.fromkeys(LAUNCHES, 1e-9)
@@ -299,9 +303,9 @@ class Machine:
         """Return the seconds that the host takes to launch a layer's forward and its backward.
         in_float8: with products in float8, each of which also casts its weight.
 
-        The model is so small that the GPU waits for the host. Whole micro-batches run, and
-        shard.States launches its own kernels in them, as in training. We take the mean and not the
-        minimum, because the delays of the host add up in a step.
+        The model is so small that the GPU waits for the host. Whole micro-batches run under
+        shard.States, whose own kernels count, too, as in training. The result is the mean and not
+        the minimum, because a step's time includes the delays of the host.
         """
         layers, micro_batches = 24, 4
         model = self.make_model(layers, 256)
@@ -342,8 +346,8 @@ class Machine:
 
     def attention_launches(self, op):
         """Return the seconds that the host takes to launch op's forward and its backward, on 8
-        heads of head width 128 per rank. It is the median: a single delay of the host would be
-        longer than the difference that head_group_launches looks for."""
+        heads of head width 128 per rank. Each is a median, because in a mean one delay of the host
+        could be larger than the difference that head_group_launches computes."""
         q, k, v, do = (self.random(1, 128, 8 * op.exchange.ranks, 128) for _ in range(4))
         seconds = []  # per call: of forward and of backward
         for _ in range(30):
@@ -360,7 +364,8 @@ class Machine:
     def collective_rates(self):
         """Return bytes/s of collectives by operation and mesh, as points [bytes, bytes/s].
 
-        All groups of a mesh run at the same time. Bytes are the size of the whole tensor that is
+        All groups of a mesh run at the same time. With 4 nodes of 8 GPUs, mesh 2x4 has 4 groups of
+        8 ranks: 2 neighbouring GPUs of each node. Bytes are the size of the whole tensor that is
         gathered, reduced or broadcast. For an all-to-all they are the size of the tensor that one
         rank sends, including the part that it keeps.
         """
@@ -380,7 +385,7 @@ class Machine:
         return found
 
     def collectives(self, group, size):
-        """Return functions by operation. Each runs that collective on `size` bytes in a group."""
+        """Return {operation: a function that runs this collective on `size` bytes in a group}."""
         ranks = dist.get_process_group_ranks(group)
         part = self.random(size // self.dtype.itemsize // len(ranks))
         parts = part.repeat(len(ranks), 1)

@@ -1,12 +1,13 @@
 """How do FSDP2, DeepSpeed and transformers take the same training step as this project?
 
-bench.py times our step beside those of three *peers*. Here each peer builds a Step, which is called
-like ours. A row's label in bench.py says which one it is:
+bench.py compares our step with the steps of three *peers*. For each peer this file has a function
+that builds a Step, which is called like ours. The label of a row in bench.py says which peer runs,
+and how:
 
     fsdp2 WHAT [host]        the same model and kernels under PyTorch's FSDP2 with Ulysses. Model
                              states are sharded over os ranks, as ZeRO-3 if p > 1 and as ZeRO-2
-                             otherwise. WHAT says which layers are recomputed in backward
-                             (RECOMPUTED), and host keeps all model states in host memory
+                             otherwise. WHAT is a key of RECOMPUTED, which says which layers are
+                             recomputed in backward. host: all model states are in host memory
     deepspeed WHAT           the same model and kernels under DeepSpeed's ZeRO-3, with Ulysses in
                              our attention instead of DeepSpeed's wrapper. WHAT is as for fsdp2
     transformers DTYPE ...   transformers' model on one GPU, compiled. fp32: float32 weights under
@@ -220,13 +221,13 @@ def float8_linears(model: nn.Module, emulate: bool = False) -> Iterator[None]:
         _inductor_patch._PATCHED = False  # so that torchao changes them again for the next row
 
 
-# word of a label -> n: every n-th layer is not recomputed, all others are (see is_recomputed)
+# word of a label -> n of is_recomputed
 TRANSFORMERS_RECOMPUTED = {"half": 2, "three-quarters": 4, "full": 0}
 
 
 def is_recomputed(layer: int, n: int) -> bool:
-    """Return whether backward recomputes a layer, if every n-th layer is not recomputed and all
-    others are. n=1: no layer is recomputed. n=0: all are."""
+    """Return whether backward recomputes a layer. Every n-th layer is not recomputed: with n=4
+    these are layers 0, 4, 8 and so on. n=1: no layer is recomputed. n=0: all layers are."""
     return n == 0 or layer % n > 0
 
 
@@ -313,7 +314,8 @@ def transformers_step(run: Run, options: list[str]) -> Step:
             cleanup.enter_context(float8_linears(model))
         for word in TRANSFORMERS_RECOMPUTED.keys() & set(options):
             recompute_layers(model, TRANSFORMERS_RECOMPUTED[word])
-        # drop what other rows have compiled, which counts toward PyTorch's limit of recompilations
+        # forget what earlier rows have compiled, because it counts toward PyTorch's limit of
+        # recompilations
         torch.compiler.reset()
         if "by-layer" in options:
             model_loss = by_layer_loss(model, "liger-loss" in options)
@@ -324,8 +326,8 @@ def transformers_step(run: Run, options: list[str]) -> Step:
             with torch.autocast(run.device.type, torch.bfloat16, enabled=not bf16_weights):
                 return model_loss(tokens, labels, scale)
 
-        # LLaMA.forward_backward calls loss_of in place of our model. The choice of kernels covers
-        # backward, too, because recomputation chooses a kernel again
+        # Our loop over micro-batches, which calls loss_of in place of our model. The order of
+        # kernels holds in its backward, too, because recomputation chooses a kernel again
         with_cudnn_first = sdpa_kernel(CUDNN_FIRST, set_priority=True)
         model.forward_backward = with_cudnn_first(
             functools.partial(LLaMA.forward_backward, loss_of)
@@ -340,8 +342,9 @@ def transformers_step(run: Run, options: list[str]) -> Step:
 class AttentionOperator:
     """Our attention, called as an operator of PyTorch, so that selective checkpointing can name it.
 
-    An operator takes tensors and numbers but no object, so it finds its attention in `by_number`.
-    An entry lives as long as the model that holds this object.
+    An operator of PyTorch takes tensors and numbers, but no Attention. So it gets a number, and
+    finds its Attention in `by_number`. An entry lives as long as its Attention, which this object
+    and so the model refer to.
     """
 
     by_number: ClassVar = weakref.WeakValueDictionary()  # number -> Attention
@@ -381,9 +384,9 @@ attention_operator.register_autograd(attention_backward, setup_context=save_atte
 KEEP_ATTENTION = functools.partial(
     create_selective_checkpoint_contexts, [torch.ops.bench.attention.default]
 )
-# First option of a row (WHAT in the docstring of this file) -> flags of checkpoint(), and n: every
-# n-th layer is not recomputed, all others are (is_recomputed). selective: a recomputed layer does
-# not run attention again
+# WHAT in a row's label (see the top of this file) -> flags of checkpoint(), and n of
+# is_recomputed. selective: a recomputed layer does not run attention again, because attention's
+# result is kept
 RECOMPUTED = {
     "none": ({}, 1),
     "half-selective": ({"context_fn": KEEP_ATTENTION}, 2),
@@ -427,8 +430,8 @@ class Fsdp2Model(LLaMA):
 
 
 class Fsdp2States(TorchStates):
-    """The states of PyTorch's fully_shard at its best settings: bf16 communication, prefetching,
-    and, if gradients stay whole, one reduction per step, in the last micro-batch."""
+    """The model states under PyTorch's fully_shard, with its fastest settings: it communicates in
+    bf16 and prefetches. As ZeRO-2 it reduces gradients once per step, in the last micro-batch."""
 
     def __init__(self, model: LLaMA, run: Run, on_host: bool):
         """Shard the model over os ranks. With p > 1 parameters are resharded after each pass
@@ -507,12 +510,13 @@ class DeepSpeedStates:
     """The states of DeepSpeed's ZeRO-3, with the methods of States that train.run_step calls."""
 
     def __init__(self, model: LLaMA, run: Run, cleanup: contextlib.ExitStack):
-        """Shard the model (bf16, whole on every rank) over all ranks. cleanup: frees all of it at
-        the end, also if this fails.
+        """Shard the model (bf16, whole on every rank) over all ranks. cleanup: gets a callback that
+        frees everything at the end, also if this method fails.
 
         Master weights and moments are float32. PyTorch's fused AdamW updates them, because
         DeepSpeed's own has to be compiled. A layer is one unit of ZeRO-3 (a leaf module), so that
-        its matrices are gathered together. The model itself gathers what is outside of layers.
+        its matrices are gathered together. Weights outside of layers are registered with the whole
+        model, which gathers them when it is called.
         """
         import deepspeed
 
@@ -520,7 +524,7 @@ class DeepSpeedStates:
         self.modules = list(model.modules())
         cleanup.callback(self.give_back)
         deepspeed.utils.logger.setLevel("WARNING")
-        # DeepSpeed reads it; without torchrun nobody has set it
+        # DeepSpeed reads LOCAL_RANK, which only torchrun sets
         os.environ.setdefault("LOCAL_RANK", str(run.device.index or 0))
         deepspeed.utils.set_z3_leaf_modules(model, [WholeBlock])
         for name, p in model.named_parameters():
@@ -551,9 +555,9 @@ class DeepSpeedStates:
         self.ranks = run.plan.ranks
 
     def forward_backward(self, micro_batches: Iterable[tuple]) -> Tensor:
-        """Do what LLaMA.forward_backward does. Our losses are shares of the step's loss, so ranks'
-        gradients are summed. DeepSpeed takes their mean, so the loss is multiplied by the number of
-        ranks before backward."""
+        """Do what LLaMA.forward_backward does. Each of our losses is a summand of the step's loss,
+        so gradients must be summed over ranks. DeepSpeed takes their mean. So the loss is
+        multiplied by the number of ranks before backward."""
         loss = 0.0
         for micro_batch in micro_batches:
             micro_batch_loss = self.engine(*micro_batch)
@@ -577,15 +581,15 @@ class DeepSpeedStates:
         return torch.as_tensor(self.engine.get_global_grad_norm()), loss.isfinite()
 
     def give_back(self) -> None:
-        """Free the memory of this row. Caches of DeepSpeed refer to the model's modules, and to the
-        coordinator that gathers their parameters, for as long as the process runs. So the
-        attributes of the modules and of the coordinator are deleted."""
-        keepers = self.modules
+        """Free the memory of this row. DeepSpeed's caches refer to the model's modules, and to the
+        coordinator that gathers their parameters, for as long as the process runs. These objects
+        stay, but their attributes, and so the tensors, are deleted."""
+        cached_objects = self.modules
         if self.engine:
-            keepers.append(self.engine.optimizer.parameter_offload.get_param_coordinator())
+            cached_objects.append(self.engine.optimizer.parameter_offload.get_param_coordinator())
             self.engine.destroy()
-        for keeper in keepers:
-            vars(keeper).clear()
+        for cached in cached_objects:
+            vars(cached).clear()
 
 
 def deepspeed_step(run: Run, options: list[str]) -> Step:

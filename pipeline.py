@@ -1,4 +1,4 @@
-"""Pipeline parallelism: stages run passes in a fixed order, and send messages to each other.
+"""Pipeline parallelism: each stage holds some layers, and sends its results to the next stage.
 
 The model's layers are divided into P stages. A stage is a group of ranks, which share model states
 and sequences among themselves as if there were no other stage. The embedding is on the first stage,
@@ -15,8 +15,8 @@ sequence then goes round the stages V times. Example: 8 layers, P = 2, V = 2.
 A step has M micro-batches. A *pass* takes one micro-batch through one virtual stage, forward or
 backward. `pipeline_order` lists the passes of a stage: first some forward passes, then one forward
 and one backward pass in turn (1F1B), then the backward passes that are left. In this picture time
-goes to the right. 0 is the forward pass of micro-batch 0. aa is its backward pass, which takes
-twice as long. Dots are idle time:
+goes to the right. 0, 1, 2 and 3 are the forward passes of the micro-batches; aa, bb, cc and dd are
+their backward passes, which take twice as long. Dots are idle time:
 
               P = 4, M = 4, V = 1     P = 4, M = 4, V = 2
     stage 0   0123......aa.bb.cc.dd   01230123......aa.bb.cc.ddaabbccdd
@@ -25,9 +25,10 @@ twice as long. Dots are idle time:
     stage 3   ...0aa1bb2cc3dd......   ...01230aa1bb2cc3ddaabbccdd......
 
 With V = 2 a virtual stage has half as many layers, so a character of the right picture stands for
-half the time: the step takes 33 / 2 = 16.5 units instead of 21. In general
+half the time: the step takes 33 / 2 = 16.5 units instead of 21. If all virtual stages take equally
+long, the idle share of the step is
 
-    idle / total = (P - 1) / (V*M + P - 1),    if all virtual stages take equally long
+    idle / total = (P - 1) / (V*M + P - 1)
 
 Here this is 3/7 for V = 1, and 3/11 for V = 2. A larger M makes it smaller, too.
 
@@ -98,7 +99,8 @@ def pipeline_order(stage: int, stages: int, virtual_stages: int, micro_batches: 
 
     If V > 1, P micro-batches go through virtual stage 0, then the same ones through virtual stage
     1, and so on; then the next P micro-batches (Megatron's order). Backward passes visit the
-    virtual stages in reverse.
+    virtual stages in reverse. With P = 2, V = 2 and M = 4, the forward passes (micro-batch, virtual
+    stage) are 00 10 01 11 20 30 21 31, and the backward passes are 01 11 00 10 21 31 20 30.
     """
     assert why_no_order(stages, virtual_stages, micro_batches) is None
     turns = []  # (micro-batch, virtual stage) of each forward pass, in order
@@ -109,13 +111,13 @@ def pipeline_order(stage: int, stages: int, virtual_stages: int, micro_batches: 
     forward = [Pass(True, micro_batch, v) for micro_batch, v in turns]
     backward = [Pass(False, micro_batch, virtual_stages - 1 - v) for micro_batch, v in turns]
 
-    # Stage s begins with this many forward passes, before forward and backward take turns. Megatron
-    # calls them the warm-up
+    # Stage s begins with this many forward passes (Megatron's warm-up). After them, one forward and
+    # one backward pass alternate
     #     V = 1:   P - 1 - s                     one per later stage
-    #     V > 1:   (V - 1) P + 2 (P - 1 - s)     P micro-batches through all virtual stages but the
-    #                                            last one, and two per later stage
-    # So on the last stage, the first backward pass follows directly after micro-batch 0 has gone
-    # forward through the last virtual stage.
+    #     V > 1:   (V - 1) P + 2 (P - 1 - s)     P micro-batches through each virtual stage except
+    #                                            the last one, and two per later stage
+    # On the last stage, s = P - 1, the next forward pass then takes micro-batch 0 through the
+    # model's last virtual stage. The backward pass of micro-batch 0 follows at once
     stages_after = stages - 1 - stage
     if virtual_stages == 1:
         only_forward = stages_after
@@ -173,9 +175,9 @@ class Link:
     """Messages of one kind, x or dx, between this stage and a neighbour, in order.
 
     A message starts when the compute stream has run everything that the host enqueued before it. It
-    runs on the stream that NCCL has for the link's communicator, or on gloo's threads. `wait()` of
-    the dist.Work that `launch` returns makes the compute stream wait for the message. With gloo,
-    the host waits.
+    runs on the stream that NCCL has for the link's communicator, or on gloo's threads. `launch`
+    returns a dist.Work. Its wait() makes the compute stream wait for the message, and the host goes
+    on. With gloo, the host itself waits.
     """
 
     def __init__(self, group: dist.ProcessGroup):
@@ -192,11 +194,12 @@ class Link:
         return dist.batch_isend_irecv([message])[0]
 
     def send(self, x: Tensor) -> None:
-        """Launch sending x. Then let compute wait until at most this message and the one before it
-        are still being sent, because each one holds its tensor."""
+        """Launch sending x. Then let compute wait for older messages, so that at most two are under
+        way: this one and the one before it. Each message under way holds the memory of its
+        tensor."""
         x = x.contiguous()
         self.sending.append((x, self.launch(dist.isend, x)))
-        self.finish(2)  # waits for the message before these two; hidden by the passes since then
+        self.finish(2)  # the passes since that older message was launched hide this wait
 
     def finish(self, under_way: int = 0) -> None:
         """Let compute wait until at most `under_way` messages are still being sent."""
@@ -296,8 +299,8 @@ class Pipeline:
         """Return whether this virtual stage sends dx to the one before: not if it is the first one,
         and not if the one before has no backward (is_forward_only)."""
         start = self.virtual_stages[virtual_stage].start
-        has_backward_before = not 0 < start <= self.model.forward_only_layers
-        return has_backward_before and not self.has_embedding(virtual_stage)
+        forward_only_before = 0 < start <= self.model.forward_only_layers
+        return not forward_only_before and not self.has_embedding(virtual_stage)
 
     def empty_message(self, micro_batch: tuple) -> Tensor:
         """Return an uninitialised tensor of the shape of a message, x or dx: (B, n, C)."""
@@ -372,7 +375,7 @@ class Pipeline:
             if this_pass.forward:
                 micro_batch = micro_batches[this_pass.micro_batch]
                 backward_fns[key], results = self.run_forward(virtual_stage, x, micro_batch)
-            else:  # x is the gradient dx; None: backward starts from the loss, or does nothing
+            else:  # x is a gradient dx. If x is None, backward starts from the loss or does nothing
                 results = backward_fns.pop(key)([x])
 
             if this_pass.forward and self.has_head(virtual_stage):
@@ -405,9 +408,9 @@ class Pipeline:
         """Run all virtual stages once, forward and backward, on zeros and without messages. Call it
         before the first step, because it changes the gradients.
 
-        Why: some things wait for the whole device when they first run, such as the compiler, the
-        loading of kernels, and the mapping of other ranks' memory. In the middle of a step they
-        would also wait for a message, whose sender may be waiting for this stage: a deadlock.
+        Some first calls wait until the GPU has finished all of its work: those that compile, load a
+        kernel, or map other ranks' memory. In the middle of a step they would also wait for a
+        message that is being received. Its sender may be waiting for this stage: a deadlock.
 
         Raises ConfigError if a virtual stage returns another dtype than messages have. A collective
         of all ranks.
@@ -429,8 +432,8 @@ class Pipeline:
                 )
             backward(results)
         if self.root.is_cuda:
-            # the gradients' sums over replicas must end before the first step launches collectives
-            # on other communicators
+            # backward has launched sums of gradients over replicas. They must end before the first
+            # step launches collectives on other communicators
             torch.cuda.synchronize()
         if error := first_error(error):
             raise ConfigError(error)

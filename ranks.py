@@ -45,15 +45,15 @@ import torch
 import torch.distributed as dist
 
 BEAT_S = 2.0  # seconds between two beats of a rank (see heartbeat)
-# A rank is silent, and counts as dead, if its beat has stayed the same while the rank that judges
-# it has beaten this many times. No times are compared, so the clocks of hosts may differ
+# A rank counts as dead if its beat has stayed the same for 10 beats (20 s) of the rank that checks
+# it. A rank counts only its own beats and compares no times, so the clocks of hosts may differ
 SILENT_BEATS = 10
 
 # ---------------------------------------------------------------------------- start
 
-# Other launchers, and the variables in which they tell a process how many processes they have
-# started. The first variable that is set counts. srun's first one counts the tasks of the step, and
-# its second one the tasks of the whole job
+# Other launchers -> the environment variables that say how many processes a launcher has started.
+# The first variable that is set counts. (srun sets two: the first one counts the tasks of this
+# srun, and the second one the tasks of the whole job.)
 LAUNCHERS = {
     "srun": ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"),
     "mpirun": ("OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE", "PMI_SIZE"),
@@ -103,7 +103,8 @@ def start_ranks(timeout: float) -> tuple[int, int, int]:
     limit = timedelta(seconds=timeout)
     if "RANK" in os.environ:
         store, rank, world = next(dist.rendezvous("env://", timeout=limit))
-        # torchrun's store outlives dead ranks. A prefix gives each restart keys of its own in it
+        # torchrun's store still has the keys that ranks wrote before a restart. With this prefix,
+        # each restart has keys of its own
         if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
             store = dist.PrefixStore(os.environ["TORCHELASTIC_RESTART_COUNT"], store)
     else:
@@ -158,14 +159,17 @@ handlers_before = {}
 
 
 class StopSignal:
-    """The first signal that has asked this process to stop. See stop_signals."""
+    """The first signal that has asked this process to stop. See stop_signals.
+
+    `handle` runs on the main thread, and `watch` on a thread of its own. Both see each signal.
+    """
 
     def __init__(self):
-        self.number = 0  # of the signal; 0: none has come
+        self.number = 0  # of the first signal; 0: none has come
         self.lock = threading.Lock()  # so that `training` and `ended` never both become true
-        self.training = False  # whether the training has begun, so there may be something to save
-        self.ended = False  # whether a signal has ended the run before the training has begun
-        self.over = False  # whether the `with` block of stop_signals has ended
+        self.training = False  # training has begun, so there may be something to save
+        self.ended = False  # a signal came before that, so training must not begin any more
+        self.over = False  # the `with` block of stop_signals has ended
 
     def begin_training(self) -> None:
         """Note that from here on there may be something to save. End the process if a signal has
@@ -176,27 +180,27 @@ class StopSignal:
             sys.exit(0)
 
     def handle(self, number: int, _) -> None:
-        """Note a signal. Before the training, end the process. This is the signals' handler: Python
-        calls it on the main thread, as soon as that thread runs Python code again."""
+        """Note a signal. If training has not begun, end the process. This is the signals' handler:
+        Python calls it on the main thread, as soon as that thread runs Python code again."""
         first = not self.number
         self.number = self.number or number
         if first and not self.training:
             sys.exit(0)
 
     def watch(self, pipe: int) -> None:
-        """Say that a signal has come. Before the training, also end the process if the main thread
-        does not.
+        """Print that a signal has come. If training has not begun, end the process in EXIT_SECONDS,
+        unless the main thread has ended it by then.
 
-        This runs on a thread of its own. While the main thread waits for other ranks or for the
-        GPU, it runs no Python code, and so no handler.
+        This has a thread of its own, because the main thread calls no handler while it waits for
+        other ranks or for the GPU.
 
         pipe: the file descriptor from which the signals' numbers are read. 0 ends the thread.
         """
-        said = False
+        printed = False
         while number := os.read(pipe, 1)[0]:
-            if number not in STOP_SIGNALS or said:
+            if number not in STOP_SIGNALS or printed:
                 continue  # a second signal changes nothing, because the save must not be lost
-            said = True
+            printed = True
             name = signal.Signals(number).name
             with self.lock:
                 self.ended = not self.training
@@ -261,23 +265,25 @@ def restore_handlers() -> None:
     handlers_before.clear()
 
 
-# A forked child inherits the pipe, so a signal to the child would also stop this process. So
-# signals wait from just before the fork until the child no longer writes to the pipe.
-signal_mask = threading.local()  # its before_fork: this thread's blocked signals before its fork
+# A forked child inherits the pipe of stop_signals, so a signal to the child would also stop this
+# process. So signals are blocked from just before the fork until the child has let go of the pipe.
+# signal_mask.before_fork: the signals that this thread had blocked already
+signal_mask = threading.local()
 
 
 def hold_signals() -> None:
-    """Let signals wait, in this process and in the child that it is about to fork."""
+    """Block the signals that stop_signals handles, in this process and in the child that it is
+    about to fork."""
     signal_mask.before_fork = signal.pthread_sigmask(signal.SIG_BLOCK, list(handlers_before))
 
 
 def release_signals() -> None:
-    """Handle the signals that have waited since hold_signals."""
+    """Undo hold_signals. Signals that have come since then are handled now."""
     signal.pthread_sigmask(signal.SIG_SETMASK, signal_mask.before_fork)
 
 
 def forget_signals() -> None:
-    """Handle signals as before stop_signals, in a forked child."""
+    """In a forked child, let go of the pipe and handle signals as before stop_signals."""
     if handlers_before:
         signal.set_wakeup_fd(-1)
         restore_handlers()
@@ -335,7 +341,7 @@ class Groups:
         # (stage, rank, tp_rank) of each global rank
         self.positions = [*itertools.product(range(pp), range(self.ranks), range(tp))]
         self.stage, self.rank, self.tp_rank = self.positions[dist.get_rank()]
-        if torch.cuda.is_initialized():  # so that NCCL allocates memory now: see by_position
+        if torch.cuda.is_initialized():  # NCCL allocates its memory now, as in by_position
             dist.all_reduce(torch.zeros(1, device="cuda"))
 
     def get(self, name: str, key: Callable) -> Group:
@@ -425,14 +431,14 @@ def all_or_none(check, *args, group: Group = None):
         torch.OutOfMemoryError              torch.OutOfMemoryError
         any other Exception                 UnexpectedError, with the traceback
 
-    If ranks fail in different ways, all raise UnexpectedError if one of them would, else
-    torch.OutOfMemoryError, else ConfigError.
+    If ranks fail in different ways, all ranks raise the same error: UnexpectedError if one of the
+    ranks calls for it, else torch.OutOfMemoryError, else ConfigError.
 
-    A rank that fails would leave a collective inside check, in which the other ranks wait for it.
-    So check itself must not contain one.
+    check must not contain a collective. A rank that fails before it would never join it, and the
+    other ranks would wait there.
 
-    group: all ranks, with a timeout of their own (patient_group). A collective of all ranks, which
-    waits for the slowest one up to this timeout.
+    group: None, or a patient_group. A collective of all ranks, which waits for the slowest rank up
+    to the group's timeout.
     """
     result = None
     kind = text = ""
@@ -451,7 +457,7 @@ def all_or_none(check, *args, group: Group = None):
         ("memory", torch.OutOfMemoryError),
         ("config", ConfigError),
     ):
-        # each rank's error if it is of this kind, else ""
+        # per rank: its error if it is of this kind, else ""
         errors = [text if kind == raised_kind else "" for kind, text in failures]
         if any(errors):
             raise error_class(merge_errors(errors))
@@ -558,7 +564,8 @@ class HeartbeatThread(threading.Thread):
 def silent_ranks(history: deque) -> list[str]:
     """Return the names of the ranks whose beat has not changed for SILENT_BEATS beats.
 
-    history: what was read at each of the last beats: a list with one beat per rank, as bytes.
+    history: one entry per beat of this rank, the newest last. An entry lists the beats of all ranks
+    as they were read then, as bytes.
     """
     if len(history) <= SILENT_BEATS:
         return []
@@ -578,15 +585,15 @@ def heartbeat(rank: int, world: int, advice: str):
 
         write    its beat, which is the rank's name and the time, to the store on rank 0's node
         read     the beats of all ranks
-        judge    a rank is silent if its beat has not changed for SILENT_BEATS beats. Then print
-                 the name of the silent rank and `advice`, and end this process. All remaining ranks
-                 do the same, each by itself
+        judge    if a rank's beat has not changed for SILENT_BEATS beats, the rank is silent. Then
+                 print its name and `advice`, and end this process. All remaining ranks do the
+                 same, each by itself
 
-    A timer ends this process if the store has not answered for SILENT_BEATS beats. Rank 0's node
-    may be lost then, and calls of the store hang or raise.
+    A timer ends this process if the store has not answered for the time of SILENT_BEATS beats.
+    Then rank 0's node may be lost, and calls of the store hang or raise.
 
-    A rank whose `with` block has ended writes "" as its last beat, and never counts as silent. It
-    does not matter what the main thread waits for, because the beats come from their own thread.
+    A rank whose `with` block has ended writes "" as its last beat, and never counts as silent. A
+    rank whose main thread waits goes on beating, because the beats come from their own thread.
 
     advice: the sentence that ends the message, for example "Rows so far are written".
     A collective of all ranks.
@@ -605,8 +612,8 @@ def heartbeat(rank: int, world: int, advice: str):
     except (ConfigError, UnexpectedError) as error:  # all ranks raise it, and none is dead
         error_of_all = error
     except BaseException:
-        # When this process exits, it waits for its communicators, and they may wait for another
-        # rank. So SIGALRM kills this process in 10 s, if it has not ended by then
+        # This rank may fail alone. At exit a process waits for its communicators, and they may wait
+        # for another rank. So SIGALRM kills this process in 10 s, if it has not ended by then
         signal.alarm(10)
         raise
     thread.finished.set()

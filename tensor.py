@@ -3,9 +3,10 @@
 The tp ranks of a tensor-parallel group each hold some heads and some MLP features of every layer.
 As in Megatron, a layer's matrices form pairs, and nothing is exchanged inside a pair. The first
 matrix W1 (qkv, gate_up) is split by rows: every rank computes its own heads or features. The second
-matrix W2 (out, down) is split by columns: every rank multiplies its own heads or features, and gets
-a summand of the result y. Let f be the operation between the two products, attention or SwiGLU, and
-let W_r be the rows or columns of W that rank r holds:
+matrix W2 (out, down) is split by columns: every rank multiplies its own heads or features. Its
+product is only a summand of the result y, and the sum over the ranks is y. Let f be the operation
+between the two products, attention or SwiGLU, and let W_r be the rows or columns of W that rank r
+holds:
 
     y = f(x W1^T) W2^T = sum over r of  f(x W1_r^T) W2_r^T
 
@@ -59,9 +60,10 @@ class TensorParallel:
     layer's products, each rank has only t tokens of a sequence. fsp saves less than msp: only the
     rank's own tokens of x. Its price is one more all-gather in backward.
 
-    The table uses these letters. A "rows" product computes a W^T, where its prologue (ops.Prologue)
-    has computed a from x, usually a = norm(x). y is the result of a "columns" product. dx, da and
-    dy are gradients.
+    In the table, a "rows" product is a product with a matrix that is split by rows: a W^T, where
+    the product's prologue (ops.Prologue) computes a from x, usually a = norm(x). A "columns"
+    product is a product with a matrix that is split by columns, and y is its result. dx, da and dy
+    are the gradients of x, a and y.
 
         mode   tokens of x   pass       exchanged at         exchanged at        tokens of x
                on a rank                a "rows" product     a "columns"         saved for
@@ -79,10 +81,10 @@ class TensorParallel:
     modes attention sees all T/sp tokens of a rank's heads. All these exchanges are exposed, because
     the next operation needs their result.
 
-    In mtp, each rank computes embedding, final norm, head and loss of all its T/sp tokens. So tp
-    ranks count the same label. train.valid_label_scale divides the loss by the number of all
-    counted labels, so each rank has 1/tp of a label's loss. Therefore the gradient dh_r of the
-    residual stream on rank r is only a summand of the gradient dh:
+    In mtp, each of the tp ranks computes embedding, final norm, head and loss of the same T/sp
+    tokens. So each label is counted tp times. train.valid_label_scale divides the loss by the
+    number of all counted labels, so each rank has 1/tp of a label's loss. Therefore the gradient
+    dh_r of the residual stream on rank r is only a summand of the gradient dh:
 
         dh = dh_0 + ... + dh_(tp-1)
 
@@ -168,10 +170,11 @@ class TensorParallel:
 
 
 def exchange(forward: Callable, backward: Callable) -> Callable:
-    """Return a function that applies `forward` to x, and `backward` to the gradient of its result.
+    """Return a function apply(x, unread) that returns forward(x), and in the backward pass applies
+    `backward` to the gradient of this result.
 
-    unread: nobody reads the product x, so recomputation has skipped it (ops.recomputation). Then x
-    is not exchanged, but its gradient is.
+    unread: recomputation has skipped the product that makes x, because nothing reads it
+    (ops.recomputation). Then x is not exchanged, but its gradient is.
     """
 
     def apply(x: Tensor, unread: bool = False) -> Tensor:
@@ -187,9 +190,12 @@ def exchange(forward: Callable, backward: Callable) -> Callable:
 
 def tp_slice_of(matrix: Matrix, tp_rank: int, tp: int) -> TensorSlice:
     """Return which rows and columns of a whole matrix a rank holds. Raises ValueError if tp does
-    not divide them."""
+    not divide the rows of each part, or the columns.
+
+    Example: with tp = 2, q|k|v of 4 + 2 + 2 rows gives rank 0 the rows 0-1, 4 and 6."""
     rows, cols = matrix.shape
-    # q, k and v of a fused matrix are split one by one, so that each rank has heads of all three
+    # the parts of a fused matrix, such as q, k and v, are split one by one, so that each rank has
+    # heads of all three
     sizes = (cols,) if matrix.cut == "columns" else matrix.parts
     ranges = []  # this rank's rows of each part, or its columns
     start = 0  # the first row (or column) of the part in the whole matrix
@@ -246,8 +252,8 @@ TEST_TOKENS = 6  # tokens of the sequence that the test runs on
 
 
 class TensorParallelThreads(TensorParallel):
-    """Two ranks of a tensor-parallel group that are threads of one process, for
-    check_tensor_parallel. They exchange tensors through `slots`, one slot per rank."""
+    """One of the two ranks that check_tensor_parallel runs as threads of one process. The two
+    exchange tensors through the list `slots`, which has one slot per rank."""
 
     def __init__(self, mode: str, tp_rank: int, slots: list, barrier: threading.Barrier):
         self.tp = 2
@@ -257,7 +263,7 @@ class TensorParallelThreads(TensorParallel):
         self.set_mode(mode)
 
     def from_both(self, x: Tensor | None) -> list[Tensor]:
-        """Return rank 0's x and rank 1's x, in this order. None says that this rank is done."""
+        """Return [rank 0's x, rank 1's x]. A rank that makes no more exchanges passes None."""
         self.slots[self.tp_rank] = x
         self.barrier.wait()  # both slots are written
         tensors = list(self.slots)
@@ -309,9 +315,9 @@ def check_tensor_parallel(cfg: ModelConfig, mode: str) -> None:
 
 
 def kind_of(layer: "llama.Block") -> tuple:
-    """Return the class of a layer, the names and shapes of its weights and whether they train, and
-    the constants of its modules, such as Matrix.cut. Layers that have these in common need only one
-    test."""
+    """Return a key that is equal for layers that need only one test. It has the layer's class; the
+    name and shape of each weight, and whether it trains; and the constants of the layer's modules,
+    such as Matrix.cut."""
     weights = [(name, p.shape, p.requires_grad) for name, p in layer.named_parameters()]
     constants = [
         (path, key, value)
@@ -330,8 +336,8 @@ def compare_split_layer(
     rng: torch.Generator,
 ) -> None:
     """Raise ValueError if a layer that is split between two ranks differs from the whole layer.
-    halves: one layer per rank, of the same kind as the whole one. This function splits it, and
-    copies its slices of the whole layer's weights into it."""
+    halves: one layer per rank, of the same kind as the whole one, and not split yet.
+    run_split_layer splits them, and sets their weights to slices of the whole layer's weights."""
     x, dy = torch.randn(2, 1, TEST_TOKENS, cfg.dim, dtype=torch.float64, generator=rng)
     y, dx = run_layer(whole, cfg, x, dy, torch.arange(TEST_TOKENS))
     (y0, dx0), (y1, dx1) = run_split_layer(whole, halves, cfg, mode, x, dy)
@@ -407,7 +413,8 @@ def run_split_layer(
 
         positions = tensor_parallel.select_tp_tokens(torch.arange(TEST_TOKENS))
         if mode == "mtp":
-            # each rank has a summand of the gradient, and dy is the sum of the two
+            # in mtp the gradient of y is the sum of the two ranks' gradients (TensorParallel), so
+            # each of them gets half of dy
             results = run_layer(layer, cfg, x, dy / 2, positions)
         else:
             own_x = x.chunk(2, 1)[tp_rank]
@@ -436,8 +443,8 @@ def on_two_threads(run_half: Callable, barrier: threading.Barrier, mode: str) ->
     if not errors:
         return [future.result() for future in futures]
 
-    # a thread whose barrier is broken has only waited for the other one, which has failed, or has
-    # taken longer than the barrier's timeout
+    # A BrokenBarrierError is only a consequence: the thread waited for the other one, which failed.
+    # If both threads have one, a thread took longer than the barrier's timeout
     causes = [e for e in errors if not isinstance(e, threading.BrokenBarrierError)]
     cause = (causes or errors)[0]
     if isinstance(cause, ValueError):
@@ -463,7 +470,8 @@ def tp_slice_in(layer: "llama.Block", name: str) -> TensorSlice | None:
 
 def joined_grad(halves: list["llama.Block"], name: str, whole_weight: Tensor) -> Tensor:
     """Return the gradient of a whole weight, made of the gradients on the two ranks. If the weight
-    is split, each rank's gradient goes to its slice. If it is not, the two are summands."""
+    is split, each rank's gradient fills its slice. If it is not split, the two gradients are added
+    up."""
     joined = torch.zeros_like(whole_weight)
     for layer in halves:
         grad = layer.get_parameter(name).grad
