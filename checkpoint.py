@@ -148,9 +148,8 @@ def write_states(folder: Path, parts: dict[str, StatePart]) -> dict[str, list[in
     """Write the files of this rank, and return [size, crc32] of each by its name. Raises OSError.
 
     parts: this rank's part of each state, by the state's name. Those with `saved_here` are written.
-    Tensors are brought to the host file by file: those of a file stay until the next file's have
-    been read, so two files' tensors are the most. While a file is written, other threads compute
-    the checksums of the files before it."""
+    Only one file's tensors are on the host at a time. While a file is written, other threads
+    compute the checksums of the files before it."""
     sizes = {name: part.nbytes for name, part in parts.items() if part.saved_here}
     checksums = {}
     with ThreadPoolExecutor() as pool:
@@ -159,6 +158,7 @@ def write_states(folder: Path, parts: dict[str, StatePart]) -> dict[str, list[in
             tensors = {name: parts[name].read() for name in names}
             positions = {name: position_text(parts[name]) for name in names}
             write_tensors(tensors, path, positions)
+            del tensors  # before the next file's tensors are read
             checksums[path] = pool.submit(checksum, path)
     for path in checksums:
         sync(path)

@@ -411,9 +411,9 @@ def add_network(profile, per_node):
     was measured with fewer GPUs. If per_node > 1, the profile also takes the rates of copies to the
     host and the host's memory, because the GPUs of a node share them.
 
-    A profile that has rates of the network is returned as it is in three cases: it was measured on
-    a node of this size or a larger one; it is an H200's; or its device has no data sheet, so that
-    nothing can be scaled.
+    A profile that has rates of the network is returned as it is in four cases: it was measured on a
+    node of this size or a larger one, or of the size of the H200's profile or a larger one; it is
+    an H200's; or its device has no data sheet, so that nothing can be scaled.
     """
     has_network = any(profile.collectives.values())
     if has_network:
@@ -421,6 +421,8 @@ def add_network(profile, per_node):
         if profile.per_node >= per_node or sheet in (None, find_sheet(BASE)):
             return profile
     shared = scale_by_data_sheet(profile.device, max(2, per_node))
+    if has_network and shared.per_node <= profile.per_node:
+        return profile
     names = ["collectives", "overlap"]
     if per_node > 1:
         names += ["per_node", "to_host", "state_streaming", "host_bytes"]

@@ -143,6 +143,8 @@ def test_known_profiles_are_those_of_the_node():
     assert two.sources["all"].startswith("measured")
     assert eight.collectives == base.collectives and "h200x8" in eight.sources["collectives"]
     assert hardware.load_profile("H100", 8) == eight
+    # no profile has larger nodes than eight GPUs, so what this one has for eight stays
+    assert hardware.load_profile("a800", 16) == hardware.load_profile("a800", 8)
 
 
 def test_six_files_import_no_other_file_of_the_project():
