@@ -1,7 +1,8 @@
 """Count what a plan costs: the bytes that a rank needs, and the seconds of a training step.
 
 The planner compares plans by these two counts (`predict`). No number is fitted to whole steps. But
-two choices of what to count were checked on measured steps; comments say so where they act.
+two choices of what to count were made by comparing predictions with measured steps. A comment says
+so at each of them.
 
 Bytes. Model states, their buffers and the skeletal activations (Memo's name for the tensors that
 forward saves for backward) stay allocated between operations. They are counted term by term, as
@@ -71,8 +72,8 @@ stage. The seconds are those of the last stage, which has the most layers, plus 
 
 Left out: ranks that wait for a slower one, the first step's compilation, reductions of a few
 numbers such as the loss (0.1 % of the shortest steps), the embedding's forward, and the last norm.
-If optimizer states stream from the host, only the time by which this exceeds a whole forward is
-counted, although a layer may wait for its own update earlier. Bytes of CUDA's context, of NCCL and
+If optimizer states stream from the host, they add only the time by which streaming exceeds a whole
+forward, although a layer may wait for its own update earlier. Bytes of CUDA's context, of NCCL and
 of fragments between tensors are not counted either: the planner leaves 5 % of the GPU for them
 (planner.GPU_SHARE). A pipeline is timed as if a micro-batch ran through all layers of a stage at
 once. Its activations are counted as if backward reached as many layers of every stage as of the
@@ -285,12 +286,14 @@ class Plan:
 
     @property
     def params_by_place(self) -> tuple[int, int]:
-        """Return how many parameters have their optimizer states on the GPU, and how many on the
-        host, if os_place is "host".
+        """Return two numbers, for os_place "host": how many parameters have their optimizer states
+        on the GPU, and how many on the host.
 
-        If states of layers stay on the GPU, so do those of the embedding, which the forward needs
-        first. In a pipeline the first stage has the embedding, and the last one the head, whose
-        states are on the host. Each of the two numbers is that of the stage where it is largest."""
+        If any layers have resident states, the embedding's states are on the GPU, too, because the
+        forward needs the embedding first. The states of a head that is not tied to it are on the
+        host. In a pipeline the first stage has the embedding, and the last one the head. So the
+        first number is largest in the first stage, the second one in the last stage, and each is
+        counted there."""
         if self.resident_states == 0:
             return 0, self.trained_params
         layers = sum(self.counts.trained_layer_params[: self.resident_states])
@@ -381,7 +384,8 @@ class Plan:
     @property
     def kv_groups(self) -> int:
         """Return how many different sets of key/value heads the head groups have. If there are more
-        head groups than a rank has key/value heads, several groups share a key/value head."""
+        head groups than a rank has key/value heads, several groups share a key/value head. Example:
+        8 head groups and 2 key/value heads make 2 sets."""
         return min(self.head_groups, max(1, self.local_model.kv_heads // self.head_ranks))
 
     @property
@@ -517,7 +521,9 @@ def float8_by_matrix(block_class: type, cfg: ModelConfig) -> tuple[bool, ...]:
 
 class Collective(NamedTuple):
     """A collective of model states. Its group has every inner-th rank of `ranks` neighbours (as in
-    Plan.mesh). It works on 1/inner of each matrix, the part that its ranks have in common."""
+    Plan.mesh). It works on 1/inner of each matrix, the part that its ranks have in common. Example:
+    with ranks=4 and inner=2, ranks 0 and 2 are a group, which works on one half of each matrix.
+    Ranks 1 and 3 are the group of the other half."""
 
     stream: str  # one of shard.STREAMS
     op: str  # for example "all_gather"
@@ -677,27 +683,29 @@ def activation_gpu_bytes(plan: ActivationPlan, layer: LayerBytes) -> float:
     layer: from skeletal_bytes. "Inputs" are layers' x; "outputs" are o with its log-sum-exp. A
     layer "drops" o if it runs attention again in backward instead of saving o.
 
-    The two rounding buffers are there all the time. The rest is the larger one of forward's and
-    backward's needs. While swapped layers run forward, the GPU holds x and o of two of them: of the
-    one that runs, and of the one before it, whose copies to the host may still run. (With a lag of
-    more than two it holds more, but not more than backward needs: most_lag.) Their chunks are not
+    The two rounding buffers stay allocated all the time. Forward and backward need more bytes than
+    these, and the larger one of the two needs counts.
+
+    Forward: while swapped layers run, the GPU holds x and o of two of them: of the one that runs,
+    and of the one before it, whose copies to the host may still run. (With a lag of more than two
+    it holds more, but not more than backward needs: most_lag.) Chunks of these layers are not
     counted here, because planner.plan_activations leaves room for them. Forward also needs less
-    working memory than backward, and the term `working` has what backward needs. So this count may
-    be too low only for a plan made by hand, with few resident layers that keep few chunks. In
-    backward, the GPU holds the resident layers' activations and what it recomputes for a group of m
-    layers (group_bytes).
+    working memory than backward, and the term `working` counts what backward needs. So this count
+    can be too low only for a plan made by hand, with few resident layers that keep few chunks.
 
-    Which group needs the most bytes? It is one of four. Go through the groups from the first to the
-    last. The number of resident layers up to a group only grows. A group recomputes m - 1 inputs,
-    and one output for each of its layers that drops o. So there are three kinds of groups:
+    Backward: the GPU holds the resident layers' activations and what it recomputes for a group of m
+    layers (group_bytes). The resident layers are freed from the last one on. So when backward
+    reaches a group, the resident layers in and before it are still held, and a later group has more
+    of them. A group also recomputes m - 1 inputs, and one output for each of its layers that drops
+    o. So there are three kinds of groups, in this order:
 
-        all layers drop o       m outputs are recomputed: the last such group is the largest
+        all layers drop o       m outputs are recomputed: the last such group needs the most
         some layers drop o      there is one such group at most
-        no layer drops o        no output is recomputed: the last group is the largest
+        no layer drops o        no output is recomputed: the last group needs the most
 
-    `last_dropping` is the last group in which a layer drops o. It and the group before it cover the
-    first two kinds. Of the third kind, the very last group may have fewer than m layers and so
-    recompute less. Therefore the last whole group is compared, too.
+    Four groups are compared. `last_dropping` is the last group in which a layer drops o. It and the
+    group before it cover the first two kinds. Of the third kind, the very last group may have fewer
+    than m layers and so recompute less. Therefore the last group of m layers is compared, too.
     """
     x, attn, others = layer
     n, m = plan.layers, plan.stride
@@ -807,9 +815,10 @@ def working_moments(plan) -> dict[str, list[TensorSize]]:
     Model states, their buffers and skeletal activations are not among these tensors. Example, the
     loss of 1b (V = 32000) with 4096 tokens in bf16:
 
-        logits and their gradient            2 x (4096, 32000) float32
-        gradient of the head                     (32000, 2048) float32
-        the last layer's output, its norm,       (4096, 3 x 2048) bf16
+        logits                                (4096, 32000) float32
+        gradients of the logits               (4096, 32000) bf16
+        gradient of the head                  (32000, 2048) float32
+        the last layer's output, its norm,    (4096, 3 x 2048) bf16
         the norm's gradient
     """
     cfg = plan.local_model
@@ -1141,14 +1150,14 @@ def weight_buffer_bytes(plan: Plan) -> dict[str, float]:
         weights = (layer_elements + vocab_elements) * e
 
     # several contributions to a gradient, of token chunks or of a tied matrix's two uses, are
-    # summed in accum_dtype. If a rank keeps whole gradients (g = 1) over several micro-batches, it
-    # sums into these. Otherwise it sums into a buffer
+    # summed in accum_dtype. If the gradients that a rank keeps are whole (g = 1) and in
+    # accum_dtype, the sum is made in them. Otherwise it is made in a buffer
     trained_vocab_elements = plan.trained_vocab_matrices * math.prod(plan.vocab_matrix)
     trained_layer_elements = 2 * sum(map(math.prod, plan.trained_matrices))
 
     def grad_buffer_bytes(elements, adds_up):
-        sums_in_buffer = adds_up and plan.grad_bytes != plan.accum_bytes
-        if f.g == 1 and not sums_in_buffer:
+        needs_wider = adds_up and plan.grad_bytes != plan.accum_bytes
+        if f.g == 1 and not needs_wider:
             return 0
         return elements * (plan.accum_bytes if adds_up else e)
 
@@ -1159,8 +1168,8 @@ def weight_buffer_bytes(plan: Plan) -> dict[str, float]:
 
 def streaming_buffer_bytes(plan: Plan) -> float:
     """Return the bytes of the buffers through which optimizer states stream from the host and back
-    (optim.HostStates). If the host stores only the rest of the master weights, one more buffer
-    holds the joined master weights of a piece."""
+    (optim.HostStates). If the host stores only the part of a master weight that the weight itself
+    does not have (optim.REST), one more buffer holds the whole master weights of a piece."""
     elements = largest_trained_matrix(plan) / plan.parts_of_matrix
     if not OPTIMIZERS[plan.optimizer].whole:  # it updates a matrix in pieces
         elements = min(elements, PIECE_ELEMENTS)
@@ -1333,8 +1342,8 @@ def exposed_and_slowed(compute, communication, slowdowns):
     """
     slow_compute, slow_communication = slowdowns
     # the most communication that can be hidden, in the seconds that it takes by itself
-    most = compute * slow_compute / slow_communication
-    hidden = min(communication, most)
+    hideable = compute * slow_compute / slow_communication
+    hidden = min(communication, hideable)
     both_run = hidden * slow_communication
     return communication - hidden, both_run * (1 - 1 / slow_compute)
 
@@ -1351,8 +1360,8 @@ class LayerSeconds:
     last_matrix: float  # of backward: its first part, up to the gradients of the matrix `down`
     attention: float  # of forward: attention and its all-to-alls
     post: float  # of forward: from attention's output to the next layer's input
-    # of the backward of a layer that backward reaches, if the activations of all tokens are
-    # recomputed. The other numbers are means over all layers
+    # what backward adds for a layer that recomputes S_others of all its tokens. (The other numbers
+    # are means over all layers. This one is for a layer that backward reaches)
     recompute: float
     named: dict[str, float]  # of both passes: attention, all-to-all, tensor exchanges
 
@@ -1408,10 +1417,11 @@ def layer_tensors(plan: Plan) -> dict[str, float]:
     """Return the bytes of a layer's tensors for all tokens, by their names in the tables above."""
     cfg, n = plan.local_model, plan.tokens
     q, kv = plan.q_kv_widths
+    # in fsp, norms and residual sums run on the rank's own tokens. In msp, norms run on all tokens
+    # and sums on the rank's own ones, but we count all tokens for both
     own = n
-    if plan.tp_mode == "fsp":  # norms and residual sums run on the rank's own tokens
+    if plan.tp_mode == "fsp":
         own = plan.tokens_between_products
-    # in msp only the sums do: its norms run on all tokens. We count all tokens for both
     table = (
         ("x h y o_out a_down dx dh dy", own, cfg.dim),
         ("n1 n2 dn1 dn2", own, cfg.dim),
@@ -1533,9 +1543,12 @@ def layer_seconds(est: Estimator, plan: Plan) -> LayerSeconds:
     )
 
 
-# The kernels that fp8.py runs besides a product. A norm or SwiGLU casts its own result, which costs
-# nothing more. Each kind of product has three lists of kernels: the first cast activations, the
-# second cast W once per layer and pass (or once per step), the third run once per step.
+# The kernels that fp8.py runs besides a product. (A norm or SwiGLU casts its own result, which
+# costs nothing more.) Each kind of product has three lists of kernels:
+#
+#     1. they cast activations, in each micro-batch
+#     2. they cast W in each micro-batch, or once per step if casts are kept (Plan.keeps_casts)
+#     3. they run once per step in any case
 
 CASTS = {
     "forward": ([], [elementwise("cast rows of W", "w", "w8")], []),
@@ -1557,8 +1570,8 @@ CASTS = {
 
 
 def cast_seconds(est: Estimator, plan: Plan, matrix: tuple[int, int], kind: str) -> float:
-    """Return the seconds of a micro-batch in which operands of a matrix's products are cast to
-    float8. kind: as in hardware.PRODUCTS."""
+    """Return the seconds per micro-batch that casts to float8 take, for the products of one kind of
+    one matrix. kind: one of hardware.PRODUCTS."""
     rows, cols = matrix
     e = plan.dtype.itemsize
     nbytes = {
@@ -1571,7 +1584,8 @@ def cast_seconds(est: Estimator, plan: Plan, matrix: tuple[int, int], kind: str)
     }
     of_tokens, of_weight, once = CASTS[kind.removesuffix("_sum")]
     uses = plan.micro_batches if plan.keeps_casts else 1  # of one cast of W
-    moved = moved_bytes(of_tokens, nbytes) + moved_bytes(of_weight, nbytes) / uses
+    moved = moved_bytes(of_tokens, nbytes)
+    moved += moved_bytes(of_weight, nbytes) / uses
     moved += moved_bytes(once, nbytes) / plan.micro_batches
     return moved / (est.profile.casts or est.profile.memory)
 
@@ -1687,7 +1701,8 @@ def attention_seconds(est, plan, backward):
     )
     exposed_exchange = exchange
     if backward and plan.recompute == "auto":
-        exposed_exchange = 0.0  # matrix products hide it. Below, it counts as if the kernel did
+        # matrix products hide it. We count it, instead, among the exchanges that the kernel hides
+        exposed_exchange = 0.0
 
     # the exchanges of the ring
     kv_bytes = plan.ring * plan.tokens * kv * e / plan.kv_groups
@@ -1801,11 +1816,11 @@ def update_bytes(dtype: torch.dtype, optimizer: Optimizer = ADAMW, place: str = 
 
 
 def streaming_seconds(est: Estimator, plan: Plan) -> float:
-    """Return the seconds of a layer's forward in which optimizer states stream from the host to the
-    GPU and back.
+    """Return the seconds of streaming optimizer states from the host to the GPU and back, per layer
+    and micro-batch.
 
-    This is the mean over all layers and micro-batches of a step. In fact the states stream at the
-    beginning of the step, under the first forward (traffic_seconds).
+    This is a mean over a whole step. In fact all states stream at the beginning of the step, during
+    the first forward (traffic_seconds).
     """
     if plan.os_place != "host":
         return 0.0
@@ -1837,22 +1852,24 @@ def exposed_seconds(est, plan, compute, traffic, last_matrix=math.inf):
             inside += seconds
 
     # In backward, layers that run whole gather weights only one matrix ahead, and a gather shares
-    # the network with the reductions launched before it. So the reductions and half of the gathers
-    # can hide only under the last matrix of a layer, the first one that backward reaches
+    # the network with the reductions launched before it. So we count that any computation hides one
+    # half of the gathers, but that only the computation of each layer's last matrix, which backward
+    # reaches first, hides the other half and the reductions
     slowdowns = est.profile.overlap["collectives"]
     slow_compute, slow_communication = slowdowns
-    hides_inside = hides_across = compute
-    weights = traffic["param_gather"]
-    if weights and plan.recompute == "none":
-        hides = min(compute, last_matrix + weights / 2 * slow_communication / slow_compute)
+    compute_inside = compute_across = compute  # the computation that hides each network's traffic
+    gathers = traffic["param_gather"]
+    if gathers and plan.recompute == "none":
+        hides_half_of_gathers = gathers / 2 * slow_communication / slow_compute
+        usable = min(compute, last_matrix + hides_half_of_gathers)
         if "param_gather" in crosses_nodes:
-            hides_across = hides
+            compute_across = usable
         else:
-            hides_inside = hides
+            compute_inside = usable
 
     networks = {
-        "communication across nodes": exposed_and_slowed(hides_across, across, slowdowns),
-        "communication in a node": exposed_and_slowed(hides_inside, inside, slowdowns),
+        "communication across nodes": exposed_and_slowed(compute_across, across, slowdowns),
+        "communication in a node": exposed_and_slowed(compute_inside, inside, slowdowns),
     }
     slower = max(networks, key=lambda name: sum(networks[name]))  # on a tie the first
     exposed, slowed = networks[slower]
@@ -1875,7 +1892,7 @@ def communication_passes(est, plan, forward, backward, last_backward, last_matri
     forward, backward, last_backward: seconds of a pass through all layers of a stage.
 
         outside of all passes    weights, gradients and broadcasts of one vocabulary matrix and of
-                                 one layer: all exposed
+                                 one layer. No pass hides them: they are exposed
         first forward            weights, and broadcasts of updated parameters
         other forwards           weights
         backwards but the last   weights, and gradients to their shards
@@ -1886,7 +1903,7 @@ def communication_passes(est, plan, forward, backward, last_backward, last_matri
     trained_vocab_share = plan.trained_vocab_matrices / plan.num_vocab_matrices
     per_vocab_matrix = unit_seconds(est, plan, [plan.vocab_matrix], [trained_vocab_share])
     outside = UnitSeconds(*(per_layer + per_vocab_matrix))
-    hidden = UnitSeconds(
+    within = UnitSeconds(
         *((layers - 1) * per_layer + (plan.num_vocab_matrices - 1) * per_vocab_matrix)
     )
 
@@ -1897,19 +1914,19 @@ def communication_passes(est, plan, forward, backward, last_backward, last_matri
         "param_broadcast": outside.param_broadcast,
     }
     first_forward = {
-        "param_gather": hidden.param_gather,
-        "param_broadcast": hidden.param_broadcast,
+        "param_gather": within.param_gather,
+        "param_broadcast": within.param_broadcast,
     }
-    # other passes begin with the weights of two layers and of the vocabulary matrices in their
-    # buffers (the docstring of shard.py)
+    # when another pass begins, the buffers already hold the weights of two layers and of the
+    # vocabulary matrices (the docstring of shard.py), so it gathers only the other layers' weights
     gathers = {"param_gather": max(0, layers - 2) * UnitSeconds(*per_layer).param_gather}
     # after an earlier micro-batch comes another pass, so all of its gradients overlap
     early_scatters = gathers | {
-        "grad_scatter": hidden.early_grad_scatter + outside.early_grad_scatter
+        "grad_scatter": within.early_grad_scatter + outside.early_grad_scatter
     }
     last_reductions = gathers | {
-        "grad_scatter": hidden.grad_scatter,
-        "grad_reduce": hidden.grad_reduce,
+        "grad_scatter": within.grad_scatter,
+        "grad_reduce": within.grad_reduce,
     }
     return [
         CommunicationPass(1, 0.0, outside_passes),
@@ -1940,18 +1957,21 @@ def traffic_seconds(est, plan, forward, backward, last_matrix):
     total = Counter(
         {"gradient sums": count * sums + casts, "optimizer": update, "host_update": streaming}
     )
-    for each in passes:
+    for step_pass in passes:
         for name, seconds in exposed_seconds(
-            est, plan, each.compute, each.traffic, each.last_matrix
+            est, plan, step_pass.compute, step_pass.traffic, step_pass.last_matrix
         ):
-            total[name] += each.times * seconds
+            total[name] += step_pass.times * seconds
     return total
 
 
-# The work on gradients that a rank does without communication (shard.States). `whole` is a matrix's
-# gradient before it is reduced; whole_wide is the same in float32. `kept` is the part that the rank
-# keeps, and `sent` a copy of it in the dtype of messages. `owned` is the part with which the rank
-# updates.
+# The work on gradients that a rank does without communication (shard.States). The tensors:
+#
+#     whole         a matrix's gradient before it is reduced
+#     whole_wide    the same in float32
+#     kept          the part that the rank keeps, 1/g
+#     sent          a copy of `kept` in the dtype in which gradients travel
+#     owned         the part with which the rank updates its parameters, 1/os
 
 ADD_GRADIENTS = [elementwise("add a micro-batch's gradient to the kept one", "sent kept", "kept")]
 CAST_SUM = [
@@ -1967,9 +1987,10 @@ NORM = [elementwise("norm of owned gradients", "owned", "")]
 def local_seconds(est, plan):
     """Return (sums, casts, update), the seconds of a GPU's own work on gradients and the update.
 
-    sums: to add a micro-batch's gradients to those that the GPU keeps. casts: to cast the
-    accumulated gradients to the dtype in which they travel, and back, if a sum over replicas sends
-    them. update: to take the norm of the gradients and to update parameters.
+    sums      per micro-batch: add its gradients to those that the GPU keeps
+    casts     per step: cast accumulated gradients to the dtype in which they travel, and back.
+              0 if no sum over replicas sends them
+    update    per step: compute the norm of the gradients, and update the parameters
     """
     f, e = plan.factors, plan.dtype.itemsize
     params = plan.trained_params
@@ -2015,7 +2036,7 @@ def recomputation_seconds(plan: ActivationPlan, s: LayerSeconds) -> float:
     pre = s.forward - s.attention - s.post
 
     # to recompute o, a layer needs q, k and v, so block.pre runs once more than s.recompute counts.
-    # The last layer of a group is the exception: it uses the same q, k and v for its backward
+    # The last layer of a group is an exception: its backward comes next, with the same q, k and v
     attention_inputs = dropped_outputs - dropped_outputs // m
     return (
         (n - saved_layers) * s.recompute
@@ -2034,22 +2055,24 @@ def copy_waits(
     which optimizer states occupy the link to the host.
 
     Layer i begins when the copies of layer i - d are done (offload.py; d is plan.lag). Copies run
-    one after the other, each after its layer. So the copies of L consecutive layers begin when the
-    first of these has run, and must be done when the d-th layer after the last one begins. In
-    between, L + d - 2 layers run. The exposed seconds are estimated in two ways, and the larger
-    result counts:
+    one after the other, each after its layer. Take L consecutive layers. Their copies begin when
+    the first of these layers has run, and must be done when the d-th layer after the last one of
+    them begins. In between, L + d - 2 layers run. With d = 2 and L = 1, for example, only the next
+    layer hides a layer's copies. The seconds that forward waits are estimated in two ways, and the
+    larger result counts:
 
-        in_a_row      for each L, the copies of the L consecutive layers that swap most, less the
-                      forward of L + d - 2 layers. The largest of these. If it is 0, no layer waits
-        one_by_one    L = 1, added up over all layers. Example: d = 2, and a forward takes 50 ms.
-                      The copies of every second layer take 80 ms, and the other layers copy
-                      nothing. Then half of the layers wait for 30 ms each, although the mean of
-                      all copies is 40 ms
+        in_a_row      For each L, take the copies of the L consecutive layers that swap most, less
+                      the forward of L + d - 2 layers. The largest of these differences is the
+                      result. If none is above 0, no layer waits.
+        one_by_one    Take L = 1, and add up the waits of all layers. Example: d = 2, and a forward
+                      takes 50 ms. The copies of every second layer take 80 ms, and the other layers
+                      copy nothing. Then half of the layers wait for 30 ms each, although the mean
+                      of all copies is 40 ms.
 
-    In backward, each prefetch is hidden by the backward of one layer. The prefetches of the last
-    two swapped layers are hidden by that of the resident layers.
+    In backward, the backward of one layer hides each prefetch. The backward of the resident layers
+    hides the prefetches of the last two swapped layers.
 
-    The result is exact for forward if all layers swap equally much. Otherwise it is an estimate.
+    For forward, the result is exact if all layers swap equally much. Otherwise it is an estimate.
     If layers wait at several points of a pass, `in_a_row` counts only the longest of these waits.
     """
     x, attn, others = layer
@@ -2058,31 +2081,34 @@ def copy_waits(
     swapped = np.maximum(1, plan.swapped_layers)
     forward = max(0.0, s.forward - busy)
 
-    # one row per L. Chunks are spread as evenly as whole chunks allow. np.ceil is used because
-    # ceil_div is slow for arrays; 1e-9 is subtracted because 2.0000001 may stand for 2
-    rows = np.arange(1.0, np.max(swapped) + 1).reshape(-1, *[1] * np.ndim(swapped))
-    most = (
-        np.ceil(rows / plan.stride - 1e-9) * x
-        + np.minimum(rows, outputs) * attn
-        + np.ceil(rows * (plan.swapped_chunks / swapped) - 1e-9) * chunk
+    # for L = 1, 2, ..., the most bytes that L consecutive layers copy. Chunks are spread over the
+    # layers as evenly as whole chunks allow. np.ceil is used because ceil_div is slow for arrays.
+    # 1e-9 is subtracted because float arithmetic may give 2.0000001 for 2
+    lengths = np.arange(1.0, np.max(swapped) + 1).reshape(-1, *[1] * np.ndim(swapped))
+    most_bytes = (
+        np.ceil(lengths / plan.stride - 1e-9) * x
+        + np.minimum(lengths, outputs) * attn
+        + np.ceil(lengths * (plan.swapped_chunks / swapped) - 1e-9) * chunk
     )
-    exposed = most / bandwidth - (rows + plan.lag - 2) * forward
-    in_a_row = np.max(np.where(rows <= swapped, exposed, 0.0), axis=0)
+    exposed = most_bytes / bandwidth - (lengths + plan.lag - 2) * forward
+    in_a_row = np.max(np.where(lengths <= swapped, exposed, 0.0), axis=0)
 
-    # layers have two sizes: those with one more chunk than others, or (if m > 1) with x
+    # the copies of layers have two sizes. The larger ones have one more chunk, or (if m > 1) an x
     larger = x + outputs / swapped * attn + most_swapped_chunks(plan) * chunk
     smaller = larger - np.where(plan.stride > 1, x, chunk)
     uneven = plan.swapped_chunks % swapped
     num_larger = np.where(plan.stride > 1, inputs, np.where(uneven > 0, uneven, swapped))
 
     def one_by_one(hidden: float) -> float:
-        """Return the sum, over layers, of the seconds by which a layer's copies exceed this."""
+        """Return the sum, over layers, of the seconds by which a layer's copies exceed `hidden`."""
         of_larger = np.maximum(0.0, larger / bandwidth - hidden)
         of_smaller = np.maximum(0.0, smaller / bandwidth - hidden)
         return num_larger * of_larger + (swapped - num_larger) * of_smaller
 
-    waits = np.maximum(in_a_row, one_by_one((plan.lag - 1) * forward))
-    waits = np.maximum(0.0, waits) + (1 - np.minimum(2, swapped) / swapped) * one_by_one(s.backward)
+    forward_waits = np.maximum(in_a_row, one_by_one((plan.lag - 1) * forward))
+    forward_waits = np.maximum(0.0, forward_waits)
+    share_that_may_wait = 1 - np.minimum(2, swapped) / swapped  # all but two swapped layers
+    waits = forward_waits + share_that_may_wait * one_by_one(s.backward)
     return np.where(plan.swapped_layers > 0, waits, 0.0)
 
 
@@ -2164,8 +2190,9 @@ def exposed_messages(plan):
 
     S stages with one virtual stage each: a stage runs a backward as soon as its gradient arrives. A
     micro-batch takes S - 1 messages to the last stage and S - 1 back. S micro-batches are on their
-    way at the same time, so they wait for these 2 (S - 1) messages only once. The start and the end
-    of a step expose 2 (S - 2) more, to and from the stages before the last one.
+    way at the same time, and they wait for these 2 (S - 1) messages together. So M micro-batches
+    expose 2 (S - 1) M / S messages. The start and the end of a step expose 2 (S - 2) more, to and
+    from the stages before the last one.
 
     Several virtual stages per stage: only the first micro-batch's messages are exposed. Later, a
     stage has other passes to run while a message travels.

@@ -1,9 +1,10 @@
 """Plan the address of each buffer of a training step (Memo, arXiv 2407.12117, section 4.2).
 
-All steps of a run request the same memory in the same order. So after one step it is known when
-each buffer is alive, and the addresses of all later steps can be computed at once. All buffers lie
-in one block of memory, the *arena*, and a buffer's address is an offset in it. The *peak* is the
-size of the arena. (The literature calls this problem offline dynamic storage allocation.)
+A buffer is the memory of one tensor. All steps of a run request the same buffers in the same order.
+So after one step it is known when each buffer is alive, and the addresses of all later steps can be
+computed at once. All buffers lie in one block of memory, the *arena*, and a buffer's address is an
+offset in it. The *peak* is the size of the arena. (The literature calls this problem offline
+dynamic storage allocation.)
 
 An example with three buffers. A (10 bytes) is alive at times 0 and 1, B (2 bytes) at times 1 to 3,
 and C (10 bytes) at times 2 to 5. C can take A's address, because A is dead when C is born:
@@ -88,7 +89,7 @@ class AddressPlan:
     lower_bound: int  # no plan has a lower peak
     method: str  # how the plan was found, for the log
     seconds: float = 0.0  # how long `solve` took
-    rejected: "AddressPlan | None" = None  # the other plan of `solve`; its peak is not lower
+    rejected: "AddressPlan | None" = None  # the plan that `solve` compared with this one, if any
 
     @property
     def optimal(self) -> bool:
@@ -131,14 +132,15 @@ def check(buffers: Sequence[Lifetime], offsets: Sequence[int], peak: int) -> Non
     """Raise ValueError if two buffers that are alive together overlap, or if a buffer leaves
     [0, peak).
 
-    It compares each buffer with all buffers that are born while it is alive. This is simple, so it
+    Each buffer is compared with all buffers that are born while it is alive. This is simple, so it
     is easy to see that the check itself is right."""
     rows = as_rows(buffers)
     by_birth = np.argsort(rows[:, 0], kind="stable")
     start, end, size = rows[by_birth].T
     low = np.asarray(offsets, np.int64)[by_birth]
     high = low + size
-    first_after_death = np.searchsorted(start, end)  # of buffer i: the first one born after its end
+    # for each buffer, the first one that is born when it is dead
+    first_after_death = np.searchsorted(start, end)
 
     for i, number in enumerate(by_birth):
         if low[i] < 0 or high[i] > peak:
@@ -157,10 +159,12 @@ def check(buffers: Sequence[Lifetime], offsets: Sequence[int], peak: int) -> Non
 def to_sections(rows: np.ndarray) -> np.ndarray:
     """Return the rows with start and end counted in sections instead of moments.
 
-    A section begins with births, and ends at the last birth before a death. At that moment all
-    buffers of the section are alive together: they are born, and none has died yet. Two buffers
-    overlap in time if and only if they share a section. So nothing is lost, and there are at most n
-    sections. The example at the top has two: A and B are alive in section 0, B and C in section 1.
+    A step is a series of births and deaths of buffers. A section is a run of births without a death
+    between them, together with the deaths that come before it. After its last birth, all buffers of
+    the section are alive at the same time. So two buffers are alive together if and only if they
+    share a section. The plan needs to know nothing else about time, and there are at most n
+    sections. The example at the top has two. A and B are born in section 0. Then A dies, and C is
+    born in section 1, so B and C share section 1:
 
         A (0, 2), B (1, 4), C (2, 6)  ->  A (0, 1), B (0, 2), C (1, 2)"""
     start, end, size = rows.T
@@ -214,14 +218,20 @@ def first_fit(
 
 
 def best_first_fit(rows: np.ndarray, deadline: float) -> AddressPlan:
-    """Return the first fit with the lowest peak, of four orders.
+    """Try a first fit in up to four orders, and return the plan with the lowest peak.
 
-    First come the buffers that are alive at the fullest moments (the order of MiniMalloc), those
-    with the longest lives, those with the largest areas (life times size), or the largest ones. No
-    further order is tried when one meets the lower bound."""
+    The buffers that come first are, in the four orders:
+
+        1. those that are alive when most bytes are alive (the order of MiniMalloc)
+        2. those with the longest lives
+        3. those with the largest areas, which are life times size
+        4. the largest ones
+
+    If a plan meets the lower bound, the remaining orders are not tried."""
     start, end, size = rows.T
     live = live_bytes(rows)
     lower_bound = int(live.max(initial=0))
+    # the most bytes that are alive at any moment of a buffer's life
     fullest = np.array([live[first:last].max() for first, last in zip(start, end)])
     life = end - start
     area = life * size.astype(float)
@@ -244,12 +254,14 @@ def best_first_fit(rows: np.ndarray, deadline: float) -> AddressPlan:
 
 # The solver is HiGHS, which SciPy calls. It computes in floating point: a z_ij may be off by about
 # 1e-6, and so an address by 1e-6 * U. Sizes are counted in units so large that the peak, and so U,
-# is at most EXACT_UNITS. Then this error is less than one unit
+# is at most EXACT_UNITS units. Then this error is less than one unit
 EXACT_UNITS = 2**17
-MAX_PAIRS = 3000  # pairs of buffers that are alive together; with more, HiGHS finds nothing in 20 s
-FEW_PAIRS = 200  # up to so many, it takes less time than the start of a process
+# pairs of buffers that are alive together: with more than MAX_PAIRS, HiGHS finds nothing in 20 s.
+# With at most FEW_PAIRS, it takes less time than it takes to start a process
+MAX_PAIRS = 3000
+FEW_PAIRS = 200
 
-Coefficients = dict[int, float]  # of a constraint, by the index of the variable
+Coefficients = dict[int, float]  # index of a variable -> its coefficient in a constraint
 
 
 def constraints(
@@ -282,8 +294,8 @@ def constraints(
 
 
 def solve_program(rows: np.ndarray, peak: int, deadline: float) -> tuple[np.ndarray, int]:
-    """Solve the integer program. Return an order of the buffers by address, and a lower bound of
-    the peak that the solver proved (0 if it proved none).
+    """Solve the integer program. Return the buffers' order by address, and the lower bound of the
+    peak that the solver proved (0 if it proved none).
 
     peak: the peak of the best plan so far, which serves as U. If the solver finds no solution in
     time, the order is an arbitrary one.
@@ -332,15 +344,16 @@ def solve_program(rows: np.ndarray, peak: int, deadline: float) -> tuple[np.ndar
     if solution.x is not None:
         order = np.argsort(solution.x[:n], kind="stable")
     bound = solution.mip_dual_bound or 0
-    if solution.status == 0:  # solved to the end: M itself
+    if solution.status == 0:  # solved to the end, so the bound is M itself
         bound = solution.fun
-    # the peak is a whole number of units; less than 1e-3 of a unit more is a rounding error
+    # the peak is a whole number of units, so the bound is rounded up. But if it is above a whole
+    # number by less than 1e-3, this is a rounding error
     proved = math.ceil(bound - 1e-3) * unit if np.isfinite(bound) else 0
     return order, proved
 
 
 def solve_in_process(rows: np.ndarray, peak: int, deadline: float) -> tuple[np.ndarray, int]:
-    """Run solve_program in a process of its own, and return the same.
+    """Run solve_program in a process of its own, and return what it returns.
 
     The process is ended at the deadline, because HiGHS overruns its own time limit. Then the order
     is an arbitrary one, and the bound 0. The problem and its solution are passed in files of plain
@@ -383,8 +396,8 @@ def improve(plan: AddressPlan, rows: np.ndarray, deadline: float) -> AddressPlan
 
     The program does not run if the plan meets the lower bound, or if there are more than MAX_PAIRS
     pairs. It runs until the deadline at most."""
-    # pairs of buffers that are alive together: all pairs, less the pairs in which one buffer is
-    # dead when the other one is born
+    # the number of pairs of buffers that are alive together: all pairs, less those in which one
+    # buffer is already dead when the other one is born
     start, end, _ = rows.T
     n = len(rows)
     dead_at_birth = np.searchsorted(np.sort(end), start, side="right")
@@ -411,14 +424,15 @@ def assume_bound_is_met(rows: np.ndarray, deadline: float) -> AddressPlan:
 
 
 def solve(buffers: list[Lifetime], time_limit: float = 60.0) -> AddressPlan:
-    """Return the plan with the lower peak of two: a first fit of all buffers, and two levels.
+    """Make two plans, a first fit of all buffers and two levels, and return the one with the lower
+    peak.
 
     If no buffer belongs to a pass, there is only one level. Its plan is the first fit, or the
     integer program's if that is better.
 
-    time_limit: seconds. The integer program runs only if two levels could win. So their plan is
-    first made as if each level met its lower bound. If even this peak is not below that of the
-    first fit of all buffers, the program cannot help."""
+    Can the integer program help two levels to win? To find out, two levels are first planned as if
+    each level met its lower bound. If even this peak is not below the peak of the first fit, the
+    program does not run. time_limit: seconds."""
     begin = time.monotonic()
     deadline = begin + time_limit
     rows = to_sections(as_rows(buffers))
@@ -451,9 +465,9 @@ def two_levels(
         level 1    the buffers of one pass, at offsets inside the pass's block
         level 2    blocks and the remaining buffers, at offsets in the arena
 
-    passes: for each buffer the name of its pass, or "". Passes whose buffers have the same sizes
-    and overlap in the same way are planned once, even if they begin at different times. There is at
-    least one pass.
+    passes: for each buffer the name of its pass, or "" if it belongs to none. At least one buffer
+    belongs to a pass. If the buffers of several passes have the same sizes and are alive together
+    in the same way, as in equal layers, these passes are planned only once.
 
     The plan's lower bound is 0 (unknown). The lower bound of level 2 does not hold for the step,
     because it counts whole blocks. `solve` gets the step's bound from the first fit."""
@@ -461,9 +475,9 @@ def two_levels(
     members = defaultdict(list)  # the buffers of each pass
     for i, name in enumerate(passes):
         members[name].append(i)
-    outer = members.pop("", [])
+    outer = members.pop("", [])  # the buffers that belong to no pass
 
-    plans = {}  # by the rows of a pass, in sections
+    plans = {}  # the rows of a pass, in sections -> their plan
     inner = []  # the plan of each pass
     for mine in members.values():
         pass_rows = to_sections(rows[mine])

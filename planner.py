@@ -7,74 +7,79 @@ plan's seconds and counts its bytes. The planner solves
     minimize     seconds of a step / tokens of a step
     subject to   GPU bytes <= memory of a GPU,  host bytes <= host memory per rank
 
-(AMSP's problem, section IV, with InternEvo's degrees of freedom and Memo's activation plans). Flags
-fix what they name, and leave the rest to the planner. No GPU is needed:
+This is AMSP's problem (section IV), with InternEvo's degrees of freedom and Memo's activation
+plans. A flag fixes one choice, and the planner makes the others. It needs no GPU. Use it as a
+command or as a function:
 
     python planner.py --model 7b --ranks 4 --seq 1M --batch 1 --cluster h200x8
-    plan(constraints, model, hardware) -> [Plan]        # best first, a pure function
+    plan(constraints, model, hardware)      # returns a list of Plans, best first
 
 Legend:
 
     p, g, os     shards of parameters, of gradients, of optimizer states
-    sp           GPUs that share a sequence; dp data-parallel groups have sp GPUs each
+    sp           GPUs that share a sequence. They form one data-parallel group
+    dp           data-parallel groups. Each has sequences of its own
     tp, pp       GPUs that share each layer's matrices; stages of a pipeline. A stage has pp_chunks
                  virtual stages
     chunk        tokens that a layer runs at once
-    n, k         n layers that backward reaches. The last k are resident: they copy no activations
-                 to the host
+    n            layers that backward reaches: all, unless the first ones are frozen
+    k            the last k of these layers are resident: they copy no activations to the host
     alpha        the other n - k layers swap their input x, attention's output o, and this fraction
                  of S_others, which are all other activations that they save (offload.py)
     m            layers per group. Only the first layer of a group saves x
     X            layers that drop o, and run attention again in backward
     d            lag: before layer i + d, compute waits for layer i's copies to the host
 
-    resident states    if optimizer states are on the host: how many of the first layers keep
-                       theirs on the GPU all the same. (Resident layers are about activations.)
+    resident states    if optimizer states are on the host: the number of first layers whose
+                       optimizer states stay on the GPU all the same. (Resident layers are something
+                       else: they keep activations.)
 
-The command prints, among other things (columns, rows and ends of lines are left out):
+This is a part of what the command above prints:
 
     choice                      value                   why
     GPUs per sequence (sp)      4                       the only legal value with --batch 1
     head groups                 8                       fastest; more groups need less memory
     shards of model states      p=1 g=1 os=2 intra      fastest; on a tie on the GPU, then the ...
-    activations                 8 of 32 layers resident, alpha=0.05, chunks of 16,384 tokens
+    activations                 2 of 32 layers resident, alpha=0.00, chunks of 16,384 tokens
 
     plan   s per step   TGS   MFU causal   GPU memory
-    1      427.3        614   53.6%        132.7 GiB
+    1      427.2        614   53.6%        126.0 GiB
 
 Why --batch 1 forces sp 4: the 4 GPUs form 4 / sp data-parallel groups, which share the sequences of
 a step equally. 4 or 2 groups cannot share one sequence, so sp 1 and 2 are illegal (batch_choices).
-With --batch 4 all three are legal, and sp 4 still wins: it takes 1709 s per step. The best plan of
---sp 2 takes 1781 s, and that of --sp 1 2131 s. A GPU holds a quarter of a sequence with sp 4, but a
-half with sp 2 and all of it with sp 1. So it saves fewer activations per token: only 1 layer in 5
-(sp 2) or in 3 (sp 1) saves its input, and backward recomputes the other inputs. Some layers drop
-attention's output, too, and run attention twice: 4 of 32 layers with sp 2, and 29 with sp 1.
+With --batch 4 all three are legal, and sp 4 still wins: it takes 1709 s per step. With --sp 2 the
+best plan takes 1780 s, and with --sp 1 it takes 2131 s. A GPU holds a quarter of a sequence with
+sp 4, a half with sp 2, and all of it with sp 1. The more tokens a GPU holds, the fewer activations
+per token it can save. With sp 2 only 1 layer in 5 saves its input, with sp 1 only 1 in 3, and
+backward recomputes the other inputs. Some layers drop attention's output, too, and run attention
+twice: 4 of 32 layers with sp 2, and 29 with sp 1.
 
-How the search works. Each degree of freedom is a function that lists its legal values. The degrees
-in SHAPE give everything but the sharding of model states, and their combinations are *shapes*.
-`state_choices` lists the shardings (p, g, os, and the GPU or the host for optimizer states), which
-the search compares for each shape. `fit` completes such a plan: plan_activations plans what layers
-keep, and if layers would wait for copies, several numbers of resident states are tried. The search
-skips a shape if a lower bound of its seconds says that it cannot win. There are two rounds:
+How the search works. Each degree of freedom is a function that lists its legal values. A
+combination of the values that the functions in SHAPE list is a *shape*: a plan without the sharding
+of its model states. For each shape the search compares the shardings that `state_choices` lists (p,
+g, os, and the GPU or the host for optimizer states). `fit` completes such a plan: plan_activations
+chooses what layers keep. If optimizer states are on the host, `fit` also tries several numbers of
+resident states. The search skips a shape if a lower bound of its seconds says that it cannot win.
+There are two rounds:
 
     usual shapes      such as those with 4 head groups and with chunks of 16K or 8K tokens
     unusual shapes    all other values, if a bound says that they may be faster than the best plan
                       so far. Sizes of chunks are powers of two from 2K to 64K, or all tokens
 
-So hardly any flag set by hand finds a faster plan than the search without it. The printed
-alternatives to the best plan are less exact, because they come from usual shapes only: in the
-example with --batch 4, the command without --sp says that sp 2 takes 1806 s, and with --sp 2 it
-finds 1781 s. Two plans tie if their times differ by less than 0.2 %. Of plans that tie,
-`preference` takes the simpler one: a smaller tp, fewer stages, no host memory, a smaller sp, fewer
-shards. place_nodes orders the nodes of a cluster so that few bytes cross the spine of its switches
-(AMSP, section V-D).
+Because of the second round, a flag that is set by hand hardly ever gives a faster plan than the
+search finds without it. The printed alternatives to the best plan are less exact, because they come
+from usual shapes only: in the example with --batch 4, the command without --sp says that sp 2 takes
+1806 s, and with --sp 2 it finds 1780 s. Two plans tie if their times differ by less than 0.2 %. Of
+plans that tie, `preference` takes the simpler one: a smaller tp, fewer stages, no host memory, a
+smaller sp, fewer shards. place_nodes orders the nodes of a cluster so that few bytes cross the
+spine of its switches (AMSP, section V-D).
 
 With tensor parallelism tp and a pipeline of pp stages, the R = ranks / (tp pp) ranks with the same
 stage and tp rank share model states and sequences. All stages use the same activation plan. It is
 made for one micro-batch's pass through the largest virtual stage. A stage holds the activations of
-several such passes at once, and the first stage those of the most. So each pass may use the memory
-that is left for activations, divided by this number. (What is left is counted for an imaginary
-stage that has the most of everything: costs.py.)
+several such passes at once, and the first stage holds the most. So each pass may use this fraction
+of the memory that is left for activations: 1 / (passes that the first stage holds). (The memory
+that is left is counted for an imaginary stage that has the most of everything: costs.py.)
 
 Left out: a different activation plan for each stage.
 """
@@ -468,31 +473,35 @@ GPU_SHARE = 0.95
 #     max alpha:  (S_input + S_attn + alpha * S_others) / bandwidth <= T_layer
 #                 (n - 2) * (S_input + S_attn + alpha * S_others)   <= M_CPU
 #
-# Here k, the number of resident layers, is a choice, too, and GPU memory is a third constraint.
-# Copies may also take longer than one layer's forward, if the lag allows it (costs.most_lag). So
-# the first constraint becomes: layers that also swap chunks wait no longer than layers that swap
-# only x and o. Those usually wait for 0 s (costs.copy_waits). If x and o do not fit, layers drop
-# them: only one layer in m keeps x, and X layers drop o. For each candidate (k, m, X), the plan
-# swaps as many chunks as all three constraints allow. Then the resident layers keep as many chunks
-# as have room. The candidate that loses the least time wins.
+# This planner differs in three ways. It also chooses k, the number of resident layers. GPU memory
+# is a third constraint. And copies may take longer than one layer's forward, if the lag allows it
+# (costs.most_lag). So the first constraint becomes: swapping chunks must not make layers wait
+# longer than swapping only x and o does, which is usually 0 s (costs.copy_waits).
+#
+# If x and o do not fit, layers drop them: only one layer in m keeps x, and X layers drop o. For
+# each candidate (k, m, X), the plan swaps as many chunks as all three constraints allow. Then the
+# resident layers keep as many chunks as fit. The candidate that loses the least time wins.
 #
 # Example: 4 layers of 4 chunks. x and o take 1 GiB each, a chunk of S_others 2 GiB. A layer's
 # forward takes 1 s, its recomputation 0.3 s. The link to the host carries 5 GiB/s. The GPU has 24
-# GiB, the host 12 GiB. The candidate k = 2 (m = 1, X = 0) swaps x and o of 2 layers:
+# GiB, the host 12 GiB. The candidate k = 2 (m = 1, X = 0) swaps x and o of 2 layers. How many
+# chunks can each limit take, and what follows?
 #
 #     GPU          x and o of 2 resident layers and of 2 rounding buffers take 8 GiB, so 16 GiB are
-#                  left for chunks. In forward, the 2 buffers and the 2 layers that run and are
-#                  copied hold c chunks each: 4 c * 2 GiB <= 16 GiB, so c = 2 chunks per swapped
-#                  layer, and 4 chunks of the two swapped layers
+#                  left for chunks. If a swapped layer swaps c chunks, forward has c chunks in four
+#                  places: the 2 buffers, the layer that runs, and the layer that is being copied.
+#                  4 c * 2 GiB <= 16 GiB, so c = 2, and the 2 swapped layers swap 4 chunks
 #     host         x and o take 4 GiB, and the other 8 GiB hold 4 chunks
-#     bandwidth    1 s of a layer's forward hides 5 GiB: x, o and 1 chunk, which is 2 chunks of the
-#                  two swapped layers
-#     swap         min(4, 4, 2) = 2 chunks, alpha = 1/4
-#     keep         16 GiB hold 8 chunks, less 2 buffers of 1 chunk: 6 chunks
-#     lost         16 - 2 - 6 = 8 chunks are recomputed: 8/4 * 0.3 s = 0.6 s
+#     bandwidth    1 s of a layer's forward hides 5 GiB. x, o and 1 chunk are 4 GiB, so each of the
+#                  2 swapped layers swaps 1 chunk: 2 chunks
+#     swap         min(4, 4, 2) = 2 chunks, of the 8 of the swapped layers: alpha = 1/4
+#     keep         16 GiB hold 8 chunks. 2 of them are needed for the 2 rounding buffers, which hold
+#                  1 chunk each. So the resident layers keep 6 chunks
+#     lost         all 16 chunks, less 2 swapped and 6 kept: 8 are recomputed, which is 2 layers'
+#                  recomputation, 2 * 0.3 s = 0.6 s
 #
-# k = 4 needs no rounding buffer, keeps 8 chunks and loses 0.6 s, too, and swaps nothing, so k = 4
-# wins.
+# The candidate k = 4 loses 0.6 s, too: it needs no rounding buffer, keeps 8 chunks and recomputes
+# 8. It swaps nothing. On a tie the candidate with fewer swapped layers wins, so k = 4 wins.
 
 
 class TooLarge(ValueError):
@@ -511,8 +520,8 @@ class Candidates:
     stride: np.ndarray  # m
     dropped_outputs: np.ndarray  # X
     saves_chunks: np.ndarray  # whether the candidate may keep and swap chunks
-    gpu_bytes: np.ndarray  # that the candidate needs if it keeps and swaps no chunk
-    host_bytes: np.ndarray  # the same
+    gpu_bytes: np.ndarray  # GPU memory that the candidate needs if it keeps and swaps no chunk
+    host_bytes: np.ndarray  # host memory that it needs then
 
     def __getitem__(self, indices) -> "Candidates":
         return Candidates(*(getattr(self, f.name)[indices] for f in fields(self)))
@@ -575,7 +584,7 @@ def largest(holds, most):
     return least
 
 
-TRIED_CANDIDATES = 64  # how many candidates give a bound on what the best one loses
+TRIED_CANDIDATES = 64  # how many candidates `may_be_best` evaluates to exclude others
 
 
 @dataclass(frozen=True)
@@ -598,17 +607,20 @@ class ActivationProgram:
         return others / self.chunks
 
     def most_swapped(self, candidates: Candidates) -> np.ndarray:
-        """Return how many chunks each candidate may swap, as far as memory limits it.
+        """Return the most chunks that each candidate can swap within GPU and host memory.
 
-        In backward the two rounding buffers hold c chunks of a layer each. In forward the buffers
-        take as much. Two swapped layers also hold c chunks each: the one that runs, and the one
-        before it, whose copies to the host may still run. `room` is what is left on the GPU beside
-        what a candidate needs without any chunk. But it leaves out x and o of all k resident
-        layers. These have not run yet, and the GPU holds x and o of only the two swapped layers. So
-        (k - 2) (x + attn) are free:
+        c: chunks that a swapped layer swaps. room: GPU bytes that are left if the candidate neither
+        keeps nor swaps any chunk.
 
-            backward    2 c chunk_bytes <= room
-            forward     4 c chunk_bytes <= room + (k - 2) (x + attn)
+            backward    the two rounding buffers hold c chunks each:
+                        2 c chunk_bytes <= room
+            forward     the buffers stay allocated. Two swapped layers hold c chunks each, too: the
+                        one that runs, and the one before it, whose copies may still run:
+                        4 c chunk_bytes <= room + (k - 2) (x + attn)
+
+        Why (k - 2) (x + attn): `room` is counted for backward, in which the GPU holds x and o of k
+        resident layers. While swapped layers run forward, no resident layer has run yet, and the
+        GPU holds x and o of the two swapped layers only.
         """
         x, attn, _ = self.layer
         room = self.gpu - candidates.gpu_bytes
@@ -625,9 +637,10 @@ class ActivationProgram:
         """Return the candidates' plans as one ActivationPlan of arrays. swapped: how many chunks
         each of them swaps.
 
-        The resident layers keep as many chunks as have room beside the rounding buffers, and the
-        lag is as large as it may be:
-            kept = room / chunk_bytes - 2 * (chunks of a swapped layer, rounded up)
+        The lag is as large as it may be. The resident layers keep as many chunks as fit beside the
+        rounding buffers:
+
+            kept = room / chunk_bytes - 2 * (chunks that a layer swaps, rounded up)
         """
         plans = ActivationPlan(
             self.n,
@@ -646,20 +659,24 @@ class ActivationProgram:
         return replace(plans, lag=most_lag(plans, self.layer))
 
     def most_hidden(self, candidates: Candidates, fit_memory: np.ndarray) -> np.ndarray:
-        """Return how many chunks each candidate swaps: as many as fit in memory without making
-        layers wait longer than if it swaps none. It swaps none if it then loses less time, because
-        the buffers of swapped chunks would take the place of more kept ones."""
+        """Return how many chunks each candidate swaps.
+
+        It swaps as many as fit in memory and do not make layers wait longer than if it swaps none.
+        But it swaps none if it loses less time then. That happens because rounding buffers with
+        chunks take memory in which resident layers could keep chunks."""
         swapped = np.zeros_like(candidates.gpu_bytes)
         can_swap = np.flatnonzero(fit_memory >= 1)
         if can_swap.size:
             able = candidates[can_swap]
+            none = swapped[can_swap]
 
-            def waits(number):
+            def waits_if_swapping(number):
                 return self.waits(self.plans(able, number))
 
-            at_most = waits(swapped[can_swap]) + 1e-12
-            most = largest(lambda number: waits(number) <= at_most, fit_memory[can_swap])
-            none = np.zeros_like(most)
+            longest_wait = waits_if_swapping(none) + 1e-12
+            most = largest(
+                lambda number: waits_if_swapping(number) <= longest_wait, fit_memory[can_swap]
+            )
             pays = self.lost_seconds(able, most) <= self.lost_seconds(able, none)
             swapped[can_swap] = np.where(pays, most, none)
         return swapped
@@ -675,19 +692,23 @@ class ActivationProgram:
         return copy_waits(plans, self.layer, self.s, self.bandwidth, self.busy)
 
     def may_be_best(self, candidates: Candidates, fit_memory: np.ndarray) -> np.ndarray:
-        """Return the indices of the candidates that may lose the least time.
+        """Return the indices of the candidates that may lose the least time, or none if nothing
+        fits.
 
-        This takes little time, and saves most of the time of `most_hidden`. At best a candidate
-        swaps all chunks that fit in memory, keeps as many as if it swapped none, and waits for no
-        copy. If it then still recomputes for longer than another candidate loses without swapping
-        any chunk, it is not the best. There is none if nothing fits."""
+        This is cheap, and leaves only a few candidates to `most_hidden`. Two numbers are compared:
+
+            at_best    what a candidate loses if it swaps all chunks that fit in memory, keeps as
+                       many as if it swapped none, and never waits. It cannot lose less than this
+            least      what the best of a few candidates loses without swapping any chunk
+
+        A candidate whose at_best is above `least` is not the best one."""
         fitting = np.flatnonzero((self.gpu >= candidates.gpu_bytes) & (fit_memory >= 0))
         if not fitting.size:
             return fitting
         able = candidates[fitting]
         none = np.zeros(fitting.size)
         recomputed_s = recomputation_seconds(self.plans(able, none), self.s)
-        # how little time can be lost: tried with the candidates that recompute least
+        # of the candidates that recompute least, what the best one loses
         tried = np.argsort(recomputed_s)[:TRIED_CANDIDATES]
         least = self.lost_seconds(able[tried], none[tried]).min()
         at_best = recomputed_s - fit_memory[fitting] / self.chunks * self.s.recompute
@@ -708,8 +729,8 @@ class ActivationProgram:
         return ActivationPlan(self.n, self.chunks, *(int(number[0]) for number in numbers))
 
     def nearest_to_fitting(self, candidates: Candidates, swapped: np.ndarray) -> ActivationPlan:
-        """Return the plan that needs the fewest GPU bytes, of those that fit the host if there are
-        any."""
+        """Return the plan that needs the fewest GPU bytes. If some candidates fit the host, only
+        these are compared."""
         beyond_host = candidates.host_bytes > max(0.0, self.host)
         best, *_ = np.lexsort((candidates.gpu_bytes, beyond_host))
         return self.plan_at(candidates, swapped, best)
@@ -721,12 +742,11 @@ def plan_activations(
     """Return the activation plan that loses the least time, and the seconds that it loses.
 
     The seconds are those of one micro-batch through one virtual stage, forward and backward. They
-    count what backward recomputes and what compute waits for copies. If nothing fits, the seconds
-    are inf, and the plan is the one that needs the fewest GPU bytes, of those that fit the host if
-    there are any.
+    count what backward recomputes and how long compute waits for copies. If nothing fits, the
+    seconds are inf, and the plan is the one that is nearest to fitting (nearest_to_fitting).
 
-    resident: k of --resident-layers; None: any. alpha: of --alpha; None: any. ActivationProgram
-    explains the other arguments.
+    resident: the k of --resident-layers. alpha: the value of --alpha. None: the planner chooses.
+    ActivationProgram explains the other arguments.
     """
     set_by_hand = alpha is not None or resident is not None
     if not set_by_hand and n * sum(layer) <= gpu:  # every layer keeps everything
@@ -767,9 +787,10 @@ def plan_activations(
 # ---------------------------------------------------------------------------- legal choices
 
 # Each function below is a degree of freedom. It takes constraints (c) and a plan, and lists its
-# legal choices as changes to the plan. It lists the usual choices, or, if `exhaustive` is true, all
-# choices. (Chunk sizes are the exception: even then only powers of two, and all tokens, are
-# listed.) It raises ValueError if there is none. To add a degree, add a function to SHAPE.
+# legal choices. A choice is a dict of the plan's fields to change, such as {"tp": 2}. The function
+# lists the usual choices, or all choices if `exhaustive` is true. (Chunk sizes are the exception:
+# even then only powers of two, and all tokens, are listed.) It raises ValueError if no choice is
+# legal. To add a degree, add a function to SHAPE.
 
 # choice -> why the search takes it if no flag sets it. Each entry stands above its function
 REASONS = {}
@@ -783,8 +804,9 @@ def round_up(a, b):
 def legal_choices(c, names, candidates, why_not):
     """Return the candidates that break no rule and agree with the flags, as dicts name -> value.
 
-    candidates: tuples of values of the flags `names`. why_not(*values): the broken rule, or a false
-    value. Raises ValueError with the rule that the flags break, and the nearest legal choices.
+    candidates: tuples of values of the flags `names`. why_not(*values) returns the rule that the
+    values break, or something false if they are legal. Raises ValueError with the rule that the
+    flags break, and the nearest legal choices.
     """
     legal = [values for values in candidates if not why_not(*values)]
     asked = [getattr(c, name) for name in names]
@@ -888,9 +910,10 @@ def sequence_choices(c, plan, exhaustive=False):
     """List the numbers sp of GPUs per sequence, and the ring factors of each. batch_choices leaves
     out those whose data-parallel groups cannot share --batch equally.
 
-    Usual is the smallest ring with which the GPUs that share heads, sp / ring, lie in one node, so
-    that their all-to-alls stay inside it. With more than 64K tokens per GPU all rings are usual: if
-    fewer GPUs share the heads, each has more heads and so more head groups, which need less memory.
+    The usual ring of an sp is the smallest one with which the sp / ring GPUs that share heads lie
+    in one node, so that their all-to-alls stay inside the node. With more than 64K tokens per GPU
+    all rings are usual, because a larger ring can need less memory: fewer GPUs share the heads, so
+    each GPU has more heads, which can form more head groups.
     """
     ranks, in_node, kv_heads = (
         plan.state_ranks,
@@ -925,7 +948,9 @@ def sequence_choices(c, plan, exhaustive=False):
     def leaves_node(choice):
         return in_node % (choice["sp"] // choice["ring"]) > 0
 
-    usual_ring = {}  # sp -> its smallest ring, if possible of those that leave no node
+    # sp -> its smallest ring whose all-to-alls stay in a node, or if there is none, its smallest
+    # one
+    usual_ring = {}
     for choice in sorted(legal, key=leaves_node):
         sp, ring = choice["sp"], choice["ring"]
         usual_ring.setdefault(sp, ring)
@@ -1032,9 +1057,11 @@ REASONS["activations"] = "fits, and loses the least time; on a tie the fewest ch
 
 
 def activation_modes(c, plan, exhaustive=False):
-    """List how layers run: whole, or in equal chunks of tokens. Chunks of 16K and 8K tokens are
-    usual: smaller ones slow matrix products down, and larger ones need more memory. If --chunk,
-    --alpha or --resident-layers is set, layers do not run whole."""
+    """List how layers run: whole, or in equal chunks of tokens.
+
+    Chunks of 16K and 8K tokens are usual: smaller ones slow matrix products down, and larger ones
+    need more memory. Layers do not run whole if --alpha, --resident-layers or --recompute full is
+    set, if --chunk is less than all tokens, or with several head groups and sp 1."""
     swaps = bool(c.alpha)  # at least one layer is swapped
     most_resident = plan.reached_layers - 1 if swaps else plan.reached_layers
     least_resident = c.resident_layers or (2 if swaps else 0)
@@ -1080,9 +1107,12 @@ REASONS["states"] = "fastest; on a tie on the GPU, then the fewest shards"
 
 
 def state_choices(c, plan, exhaustive=True):
-    """List the legal sharding factors of model states, each with the places where optimizer states
-    may lie and, with --products fp8, with and without casts of weights that are kept for a step.
-    Layout auto is intra if possible, because then all ranks update equally many elements."""
+    """List the legal combinations of sharding factors and of the place of optimizer states, those
+    with the fewest shards first.
+
+    With --products fp8 and p = 1, each combination is listed twice: with and without float8 casts
+    of the weights that are kept for a whole step. Layout auto is intra if possible, because then
+    all ranks update equally many elements."""
     world, in_node = plan.state_ranks, plan.state_ranks_per_node
     if c.strategy:
         if c.p or c.g or c.os:
@@ -1177,7 +1207,7 @@ LEAST_FLOAT8_GAIN = 0.03  # below it, a plan says that --products fp8 gives litt
 LEAST_GRAPH_GAIN = 0.01  # from it on, a plan says what --memplan on gives
 TIE = 0.002  # plans whose times differ by less than this share tie
 LEAST_GAIN = 0.001  # resident states are tried if they might save this share of a step
-PRUNE_FACTOR = 1.3  # a plan that takes this many times as long as the best one is not looked at
+PRUNE_FACTOR = 1.3  # a plan is skipped if it takes this many times as long as another one
 NEVER = {"never": math.inf}  # the seconds of a plan that does not fit
 
 token_s = operator.attrgetter("token_s")
@@ -1256,10 +1286,10 @@ class Search:
     # -- bounds: `skip` below is one of these two
 
     def cannot_win(self, plan):
-        """Return whether a plan is slower than the best one of its (tp, pp, sp), or far slower than
-        another one."""
-        for other, seconds in self.fastest.items():
-            factor = 1 + TIE if other == parallelism(plan) else PRUNE_FACTOR
+        """Return whether a plan cannot be chosen: it is slower than the best plan with the same
+        (tp, pp, sp) by more than a tie, or slower than any other plan by PRUNE_FACTOR."""
+        for tp_pp_sp, seconds in self.fastest.items():
+            factor = 1 + TIE if tp_pp_sp == parallelism(plan) else PRUNE_FACTOR
             if plan.token_s > seconds * factor:
                 return True
         return False
@@ -1360,8 +1390,9 @@ class Search:
     def price_whole_layers(self):
         """If the best plan runs each layer in one chunk, price it with whole layers, too.
 
-        The two often tie, and then `preference` takes whole layers. Without this, a bound may have
-        skipped them, and the printed command, which has a few plans only, would choose them.
+        The two often tie, and then `preference` takes whole layers. But a bound may have made the
+        search skip them. The printed command fixes most flags, so its own search is short and may
+        well price whole layers and choose them. Then it would run another plan than is printed.
         """
         best, *_ = best_per_parallelism(sorted(self.fitting, key=token_s))
         if best.recompute == "none" or best.chunks > 1:
@@ -1391,11 +1422,14 @@ def nothing_fits(c, too_large, hardware):
 def sort_by_bound(hardware, plans, c=None):
     """Return plans with a lower bound of their seconds, fastest first.
 
-    c: the constraints, to count the seconds of model states, too. The plans then come from
-    best_case, and still have its activation plan. With states its copies to the host might take
-    longer, but a better activation plan could avoid that. So the bound counts no more seconds of
-    copies than best_case does. And it counts the states of as many layers as possible on the GPU,
-    whether they fit or not."""
+    c: None, or the constraints. With c the bound also counts the seconds of model states, and the
+    plans must come from best_case. Two things keep it a lower bound:
+
+        copies    The plans still have the activation plan of best_case. If optimizer states use the
+                  link to the host, too, its copies would take longer, but another activation plan
+                  could avoid that. So no more seconds of copies count than in best_case.
+        states    As many layers as allowed keep their states on the GPU, even if they do not fit.
+    """
     timed = []
     for plan in plans:
         if c is None:
@@ -1409,8 +1443,9 @@ def sort_by_bound(hardware, plans, c=None):
 
 
 def with_room(c, shape, plans, hardware):
-    """Return the plans whose states leave room for the least activations that layers can keep. This
-    takes much less time than `fit`. shape: the best_case that the plans belong to."""
+    """Return the plans that may fit: their model states leave room for the smallest activations
+    that layers can save. This takes much less time than `fit`. shape: the best_case that the plans
+    belong to."""
     activations = shape.memory["activations"]
     if shape.recompute == "auto" and c.recompute == "auto":
         n, layer = shape.reached_layers, skeletal_bytes(shape)
@@ -1421,8 +1456,8 @@ def with_room(c, shape, plans, hardware):
     without_states = activations + sum(shape.memory[name] for name in ("messages", "working"))
     may_fit = []
     for plan in plans:
-        # the least bytes of each kind: a plan needs the fewest GPU bytes with as few resident
-        # states as possible, and the fewest host bytes with as many as possible
+        # a plan needs the fewest GPU bytes with as few resident states as possible, and the fewest
+        # host bytes with as many as possible. So each of the two is counted at its best
         memory, _ = memory_of_states(plan)
         most_resident = replace(plan, resident_states=most_resident_states(c, plan))
         _, host = memory_of_states(most_resident)
@@ -1433,9 +1468,10 @@ def with_room(c, shape, plans, hardware):
 
 
 def with_state_seconds(c, hardware, shape, plans, known):
-    """Return plans with a lower bound of their seconds. It is the seconds of `shape`, the best_case
-    that they belong to, plus the seconds that model states take even if passes are so long that
-    they hide all communication. known: a cache of the second term, which is filled here."""
+    """Return plans with a lower bound of their seconds. It is the sum of two terms: the seconds of
+    `shape`, which is the best_case that the plans belong to, and the seconds that model states take
+    even if passes are endless and hide all communication that can overlap. known: a cache of the
+    second term, which is filled here."""
     timed = []
     for plan in plans:
         key = (
@@ -1515,7 +1551,8 @@ def fits(c: Constraints, model: ModelConfig, hardware: Hardware) -> bool:
 
 def smallest(plans):
     """Yield the shapes that may need the least memory. Of shapes that differ only in head groups
-    and chunks, these are the ones with the most or the fewest of both."""
+    and chunks, these have the most or the fewest head groups, and for each of the two the smallest
+    chunks or chunks of all tokens."""
     but_groups_and_chunks = operator.attrgetter(
         *("tp", "pp", "pp_chunks", "sp", "ring", "micro_batch")
     )
@@ -1531,32 +1568,37 @@ def smallest(plans):
 
 
 def best_case(c, shape, hardware, least_bytes):
-    """Return a shape with the activation plan and the seconds that it would have if model states
-    took no time, and only the memory of the smallest legal states. No plan of this shape is faster.
-    least_bytes: a cache of that memory, which is filled here."""
+    """Return a shape with the activation plan and the seconds that it would have in the best case.
+    No plan of this shape is faster.
+
+    In the best case model states take no time, and take only the memory of the smallest legal
+    sharding. least_bytes: a cache of that memory, which is filled here."""
     shape = replace(shape, os_place="gpu", keeps_casts=c.products == "fp8")
-    several = shape.micro_batches > 1
-    key = shape.tp, shape.pp, shape.pp_chunks, several, shape.chunks > 1
+    accumulates = shape.micro_batches > 1
+    key = shape.tp, shape.pp, shape.pp_chunks, accumulates, shape.chunks > 1
     if key not in least_bytes:
         plans = choose(c, [shape], [state_choices])
         least_bytes[key] = min(sum(memory_of_states(plan)[0].values()) for plan in plans)
-    saved = sum(memory_of_states(shape)[0].values()) - least_bytes[key]
-    shape, fits = with_activations(c, shape, hardware, saved)
+    excess = sum(memory_of_states(shape)[0].values()) - least_bytes[key]
+    shape, fits = with_activations(c, shape, hardware, excess)
     seconds = step_seconds(hardware.est, shape, states=False) if fits else NEVER
     return replace(shape, seconds=seconds)
 
 
 def worst_ratio(plan, hardware):
-    """Return the larger of two ratios, of GPU memory and of host memory: what the plan needs, over
-    what there is. The plan fits if it is at most 1."""
+    """Return the memory that a plan needs, divided by the memory that there is. This is the larger
+    of two ratios, of GPU memory and of host memory. The plan fits if it is at most 1."""
     host = plan.host_bytes / max(1.0, hardware.host_budget)
     return max(host, plan.gpu_bytes / hardware.gpu_budget)
 
 
 def fit(c, plan, hardware, skip=lambda plan: False):
     """Return the plan with its resident states, its activation plan, its bytes and its seconds,
-    which are infinite if it does not fit. It has as few resident states as possible if `skip`
-    excludes even the seconds that are estimated for the best number of them."""
+    which are infinite if it does not fit.
+
+    First the plan is made with as few resident states as possible. Then an estimate says how many
+    seconds more of them could gain at most. If `skip` excludes a plan that is faster by so much, or
+    if it gains next to nothing, no other number of resident states is tried."""
     plan = replace(plan, resident_states=c.resident_states or 0)
     counts = possible_resident_states(c, plan, hardware)
     plans = {}
@@ -1580,9 +1622,10 @@ def fit(c, plan, hardware, skip=lambda plan: False):
         return first
 
     # The more layers keep their states on the GPU, the less the others wait for copies, and the
-    # less room is left for activations. The best number may lie anywhere among the counts: try up
-    # to nine of them at equal distances, and then all around the best of these. Several may be the
-    # best, because whole layers drop x and o, so a little more room may change nothing
+    # less room is left for activations. The best number may lie anywhere among the counts. So try
+    # up to nine of them at equal distances, and then all counts near the best of these. Several of
+    # the nine may be equally good: a layer drops all of its x or o, so a little more room may
+    # change nothing
     distance = ceil_div(len(counts), 8)
     best = best_of([*counts[::distance], counts[-1]])
     fits = plans[best].step_s < math.inf
@@ -1595,9 +1638,9 @@ def possible_resident_states(c, plan, hardware):
     there is none, it has the number that is nearest to fitting.
 
     The more states stay on the GPU, the more room there is on the host, and the less on the GPU. So
-    the numbers with which a plan fits follow one another. (In a pipeline there may be a gap, and
-    fit finds that the numbers in it do not fit.) To find them takes much less time than to choose
-    an activation plan for each of them."""
+    the numbers with which a plan fits are consecutive. (In a pipeline the range may have a gap.
+    `fit` finds that the numbers in the gap do not fit.) This function takes much less time than
+    choosing an activation plan for each number."""
     fewest, most = plan.resident_states, most_resident_states(c, plan)
     if fewest == most:
         return range(most, most + 1)
@@ -1631,16 +1674,17 @@ def possible_resident_states(c, plan, hardware):
 
 
 def most_gained_by_resident_states(plan):
-    """Return an estimate of how many seconds shorter a step may be, at most, if more states stay on
-    the GPU. plan: one that streams as many as possible from the host.
+    """Return an estimate of the most seconds that a step gains if more optimizer states stay on the
+    GPU. plan: one that streams as many states as possible from the host.
 
-    Layers no longer wait for copies; and layers that swap may swap more activations in the place of
-    the states, and recompute less. If the plan does not fit, it may gain everything.
+    There are two gains. Layers no longer wait for copies. And the states leave host memory, into
+    which layers can swap more activations, so they recompute less. If the plan does not fit, the
+    estimate is infinite.
 
-    This is no bound, because a byte of attention's output saves more recomputation than a byte of
-    other activations. 48 of 2,001 random plans would gain more than the estimate. In the worst plan
-    that is known, this loses 0.74 % of a step. With a bound, some searches took three times as
-    long."""
+    The estimate is not an upper bound, because a byte of attention's output saves more
+    recomputation than a byte of other activations. In a test, 48 of 2,001 random plans gained more
+    than the estimate. In the worst plan that is known, this loses 0.74 % of a step. With an upper
+    bound instead, some searches took three times as long."""
     if plan.step_s == math.inf:
         return math.inf
     gained = plan.seconds["host_update"] + plan.seconds["copies"]
@@ -1670,25 +1714,25 @@ def with_inputs_only(plan):
     return replace(plan, activations=inputs_only)
 
 
-def with_activations(c, plan, hardware, saved=0.0):
+def with_activations(c, plan, hardware, excess=0.0):
     """Return the plan with its activation plan and its bytes, and whether it fits.
 
-    saved: GPU bytes to subtract from those of the plan. Only best_case subtracts any.
+    excess: GPU bytes to subtract from those of the plan. Only best_case subtracts any.
     """
     est, n = hardware.est, plan.reached_layers
     lost = 0.0
 
     def counted(plan):
         plan = with_bytes(plan)
-        if not saved:
+        if not excess:
             return plan
-        return replace(plan, memory=plan.memory | {"other states save": -saved})
+        return replace(plan, memory=plan.memory | {"other states save": -excess})
 
     plan = counted(with_inputs_only(plan))
 
     if plan.recompute == "auto" and c.recompute == "auto":
-        # The activation plan is for one micro-batch through one virtual stage. At most `passes` of
-        # these hold their activations at the same time, in the first stage, and share the room
+        # The activation plan is for the pass of one micro-batch through one virtual stage. At most
+        # `passes` of them, in the first stage, hold activations at the same time and share the room
         passes = plan.passes_in_flight
         room = hardware.gpu_budget - plan.gpu_bytes + plan.memory["activations"]
         host_room = hardware.host_budget - plan.host.get("optimizer", 0)
@@ -1721,15 +1765,21 @@ def with_activations(c, plan, hardware, saved=0.0):
 #                                    an all-to-all is k - 1 rings, one to each other rank
 #
 # If the nodes of a group stand in order under n > 1 leaves, n edges of the ring cross the spine.
-# Example with 2 ranks per node and M micro-batches. S is the bytes of all parameters. Each leaf a
-# or b has two nodes, and place i is the i-th node in the order of ranks:
+# Example: four nodes of 2 ranks, p = g = 4, os = 8, and M micro-batches. S is the bytes of all
+# parameters. There are two kinds of groups:
+#
+#     p groups     ranks 0 to 3 and ranks 4 to 7. An edge of their rings carries 9/4 M S bytes per
+#                  step (param_gather and grad_scatter)
+#     os groups    ranks r and r + 4. An edge carries S/4 bytes per step (grad_reduce and
+#                  param_broadcast)
+#
+# Two nodes are under leaf a, and two under leaf b. Place i is the i-th node in the order of ranks.
+# How many edges, and so how many bytes, cross the spine?
 #
 #     place                 0    1    2    3
-#     ranks                 0 1  2 3  4 5  6 7    edges that cross the spine, bytes on each edge:
-#     p = g = 4             p------   p------     param_gather, grad_scatter: 9/4 MS
-#     os = 8                os----------------    grad_reduce, param_broadcast: S/4, {r, r + 4}
-#     leaves as given       a    b    a    b      4 edges of p, 0 of os
-#     order [0, 2, 1, 3]    a    a    b    b      0 edges of p, 8 of os
+#     ranks                 0 1  2 3  4 5  6 7    of p groups    of os groups    bytes
+#     leaves as given       a    b    a    b      4              0               9 M S
+#     order [0, 2, 1, 3]    a    a    b    b      0              8               2 S
 #
 # The best order is a partition of a graph into parts of given sizes, which is NP-hard to find. The
 # search begins with the nodes sorted by leaf, the largest leaf first, rotated by 0 to 31 places. It
@@ -1759,7 +1809,9 @@ def plan_traffic(plan):
         # frozen parameters are only gathered
         params = sum(counts) if row.stream == "param_gather" else counts.trained
         nbytes = params * e * (1 / row.inner - 1 / row.ranks)  # of all shards together
-        times = (micro_batches - 1 if row.in_earlier else 0) + (1 if row.in_last else 0)
+        times = micro_batches - 1 if row.in_earlier else 0
+        if row.in_last:
+            times += 1
         # gathers run in forward and in backward; an all-reduce reduces, then gathers
         if row.stream == "param_gather" or row.op == "all_reduce":
             times *= 2
@@ -1781,9 +1833,9 @@ def plan_traffic(plan):
 def swap_nodes(order, leaf, traffic):
     """Improve an order by the best swap of two nodes, until no swap saves bytes, and return it.
 
-    leaf: the leaf of each node. traffic: (places, places), the bytes that place i sends to place j,
-    where place i is the i-th node of the order. With D[i, j], the bytes between place i and all
-    places under the leaf of place j, a swap of i and j saves
+    leaf: the leaf of each node. traffic: an array (places, places) of the bytes that place i sends
+    to place j, where place i is the i-th node of the order. Let D[i, j] be the bytes between place
+    i and all places under the leaf of place j. Then a swap of the nodes at places i and j saves
 
         D[i, j] - D[i, i] + D[j, i] - D[j, j] - 2 * (bytes between i and j, which still cross)
     """
@@ -1812,9 +1864,10 @@ def place_nodes(leaves, communications, per_node):
     given_order = np.arange(num_nodes)
     rank = np.arange(num_nodes * per_node)
     traffic = np.zeros((num_nodes, num_nodes))  # whole bytes that a place sends to another
-    for each in communications:
-        next_rank = rank // each.block * each.block + (rank + each.stride) % each.block
-        np.add.at(traffic, (rank // per_node, next_rank // per_node), round(each.sent))
+    for kind in communications:
+        first_of_block = rank // kind.block * kind.block
+        next_rank = first_of_block + (rank + kind.stride) % kind.block
+        np.add.at(traffic, (rank // per_node, next_rank // per_node), round(kind.sent))
 
     def spine_bytes(order):
         return traffic[leaf[order, None] != leaf[order]].sum()
@@ -2041,8 +2094,8 @@ def table(header: list[str], rows: list[list[str]]) -> str:
 
 
 def plan_row(number: int, plan: Plan, hardware: Hardware, differs_from: Plan) -> dict[str, str]:
-    """Return a plan's row in the table of plans, by the titles of its columns. The row has the
-    choices in which the plan differs from another one."""
+    """Return a plan's row in the table of plans, by the titles of its columns. The last column has
+    the choices in which the plan differs from the plan `differs_from`."""
     numbers = figures(plan, hardware)
     row = {
         "plan": f"{number}",
@@ -2129,7 +2182,7 @@ def graph_gain_in_words(c, plan: Plan) -> list[str]:
 
 
 def why(c, plan, name):
-    """Return the reason for one of a plan's choices: the flags that set it, or the search's."""
+    """Return why a plan has one of its choices: because of flags, or the search's reason."""
     if name in ("tp", "pp") and getattr(c, name) == 1:
         return f"the default; --{name} auto searches it"
     flags = FLAGS_OF_CHOICE[name]
@@ -2268,7 +2321,10 @@ class PlannerFlags(Constraints):
         """Return the Hardware that the flags describe. Raises ValueError."""
         per_node = load_profile(self.cluster).per_node
         ranks = self.ranks or per_node
-        per_node = min(ranks, self.per_node or math.gcd(min(per_node, ranks), ranks))
+        # auto: as the cluster has, or fewer, so that all nodes are equally full. Example: 12 ranks
+        # of a cluster with 8 GPUs per node are planned as 3 nodes of 4
+        per_node = self.per_node or math.gcd(min(per_node, ranks), ranks)
+        per_node = min(ranks, per_node)
         if ranks % per_node:
             raise ValueError(
                 f"--ranks {ranks}: nodes of --per-node {per_node} GPUs cannot hold them equally. "
@@ -2305,19 +2361,21 @@ def changes_that_fit(asked, hardware):
     batch = asked.batch or max(1, asked.default_tokens // seq)
     changes = {}  # text -> how large the change is
 
-    def enough(name, value):
+    def fits_with(name, value):
         changed = replace(asked, **{name: value})
         return fits(changed, changed.sizes, changed.hardware())
 
-    # of each flag the first value that fits, by bisection: all values after it fit as well
+    # the values of each flag are listed by the size of the change. Find the first one that fits, by
+    # bisection, because all values after it fit as well
     for name, now, values in (
         ("seq", seq, range((seq - 1) // unit * unit, 0, -unit)),
         ("host_memory", node, range(node + GIB, 16 * node + 2**10 * GIB, GIB)),
         ("gpu_memory", gpu, range(gpu + GIB, 192 * GIB, GIB)),  # the largest GPU's
         ("ranks", ranks, [ranks * 2**i for i in range(1, 6)]),
     ):
-        key = functools.partial(enough, name)
-        for value in values[bisect.bisect_left(values, True, key=key) :][:1]:
+        first = bisect.bisect_left(values, True, key=functools.partial(fits_with, name))
+        if first < len(values):
+            value = values[first]
             text = f"{flag_name(name)} {in_size(value)} instead of {in_size(now)}"
             changes[text] = abs(math.log(value / max(1, now)))
 
@@ -2329,7 +2387,7 @@ def changes_that_fit(asked, hardware):
     for name, value, change in (*smaller[::-1], *as_auto, *modes):
         now = getattr(asked, name)
         known = any(text.startswith(flag_name(name)) for text in changes)
-        if value != now and not known and enough(name, value):
+        if value != now and not known and fits_with(name, value):
             text = f"{flag_name(name)} {in_size(value)} instead of {in_size(now)}"
             changes[text] = change
     return sorted(changes, key=changes.get)

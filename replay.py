@@ -2,31 +2,31 @@
 
 The steps of a run request the same memory in the same order. So one step is recorded, and
 memplan.py computes an address for each of its requests, all in one block of memory, the *arena*.
-Later steps get these addresses, so that memory does not fragment. memplan.py makes the plan, and
-knows nothing of PyTorch. This file installs an allocator (csrc/allocator.cpp) in front of PyTorch's
-allocator. It passes every request on, except those that it serves at planned addresses in a replay.
-Each run of the step is in one of three states:
+Later steps get these addresses, so that memory does not fragment. memplan.py knows nothing of
+PyTorch. This file installs an allocator (csrc/allocator.cpp) in front of PyTorch's own one. In a
+replay it serves requests at planned addresses. All other requests it passes on to PyTorch's
+allocator. Each run of the step is in one of three states:
 
     runs     state      what happens
-    1, 2     warm up    The step runs as usual. What lasts longer than a step, such as workspaces
-                        of libraries, is allocated in these runs.
+    1, 2     warm up    The step runs as usual. Memory that is allocated once and outlives a
+                        step, such as workspaces of libraries, is allocated in these runs.
     3        record     The step runs as usual. The allocator notes each request's size, birth and
                         death. (Time is counted in births and deaths.) Then memplan.solve plans the
                         addresses.
     4 ...    replay     Request number n gets the n-th planned address. On one GPU the first replay
                         may be captured as a CUDA graph. Then later replays launch the graph.
 
-If less than nine tenths of the planned requests got their planned address in a replay, the next run
-records again. At most three plans are made.
+If fewer than nine tenths of the planned requests got their planned address in a replay, the next
+run records again. At most three plans are made.
 
 Example: a step requests 4 MB (a) and 2 MB (b), frees a, and requests 3 MB (c). The plan puts b at
 offset 0, and both a and c at offset 2 MB, because a and c are never alive together. The peak is
 6 MB.
 
-A wrong plan costs memory, but never gives a wrong number. If a step leaves the plan, say because it
-skips a request, later requests are matched to the plan again by their sizes. A request that matches
-none of the plan goes to PyTorch's allocator, and so does a request whose planned addresses hold a
-live tensor. Both are counted.
+A wrong plan costs memory, but never gives a wrong result. A step may leave the plan, for example
+because it skips a request. Then later requests are matched to the plan again by their sizes.
+PyTorch's allocator serves a request that matches no request of the plan, and also a request whose
+planned addresses hold a live tensor. Both kinds are counted (StepMemory.COUNTS).
 
     memory = StepMemory("cuda")
     memory.run(step, *inputs)       # in place of step(*inputs)
@@ -59,7 +59,8 @@ WARM_UP_RUNS = 2
 MIN_HITS = 0.9
 MAX_PLANS = 3
 
-# by device type: the arena that the device's allocator points into, so that it is not freed
+# device type -> the arena that the device's allocator points into. It must not be freed, so it is
+# referenced here even if its StepMemory is gone
 live_arena: dict[str, object] = {}
 recorder: "StepMemory | None" = None  # the object whose step is being recorded
 
@@ -68,8 +69,8 @@ def mark(name: str) -> None:
     """Begin a pass of the step, such as "forward, layer 3/32". It ends at the next mark.
 
     The step calls this while it runs. memplan.py first makes a plan for each pass, then one for the
-    whole step (Memo's two levels). After a mark with an empty name, buffers belong to no pass. Does
-    nothing unless a step is being recorded.
+    whole step (Memo's two levels). After a mark with an empty name, buffers belong to no pass. If
+    no step is being recorded, mark does nothing.
     """
     if recorder is not None:
         recorder.marks.append((recorder.allocator.now(), name))
@@ -123,7 +124,7 @@ def load_allocator(device_type: str) -> ctypes.CDLL:
     command += [f"-I{path}" for path in include]
     command += [f"-L{packages}/torch/lib", *options]
 
-    # the name in the cache follows from the source, the command and PyTorch's version
+    # the library's name is a hash of all that it is made from: the source, the command and PyTorch
     made_by = f"{command} {torch.__version__}"
     key = hashlib.sha256(source.read_bytes() + made_by.encode()).hexdigest()
     folder = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "memplan"
@@ -134,7 +135,7 @@ def load_allocator(device_type: str) -> ctypes.CDLL:
         done = subprocess.run([*command, "-o", unfinished], capture_output=True, text=True)
         if done.returncode:
             raise ValueError(f"{' '.join(command)} failed:\n{done.stderr[-2000:]}")
-        unfinished.rename(library)  # at once, so that no other process loads half a file
+        unfinished.rename(library)  # atomic, so that no other process loads half a file
 
     allocator = ctypes.CDLL(str(library))
     allocator.recorded.restype = ctypes.POINTER(ctypes.c_int64)
@@ -142,7 +143,7 @@ def load_allocator(device_type: str) -> ctypes.CDLL:
     allocator.load.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int]
     allocator.begin.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_void_p]
     if device_type == "cuda":
-        torch.cuda.init()  # PyTorch has no allocator for a GPU before
+        torch.cuda.init()  # creates PyTorch's GPU allocator, which install() needs
     allocator.install()
     return allocator
 
@@ -164,11 +165,11 @@ class StepMemory:
     to step. In the step the host must not wait for the GPU. The results lie in the same tensors
     each time. Numbers that Python computes in the step, and `counts`, stay those of the capture.
 
-    Other streams: planned memory that is freed is given out again at once. So a tensor that another
-    stream reads or writes must stay alive until the planned stream has waited for that stream. The
-    modules of this project keep this rule in three ways. All-to-alls and copies to the host hold
-    their tensors until then. Unsharded parameters, gradients and rounding buffers outlive the step.
-    Memory that ranks map from each other does not come from this allocator.
+    Other streams: as soon as planned memory is freed, another request may get it. So a tensor that
+    another stream reads or writes must stay alive until the planned stream has waited for that
+    stream. The modules of this project keep this rule in three ways. All-to-alls and copies to the
+    host keep their tensors alive until then. Unsharded parameters, gradients and rounding buffers
+    outlive the step. Memory that ranks map from each other does not come from this allocator.
 
     Use one StepMemory per device type at a time. An arena must live as long as any tensor in it. So
     a run raises RuntimeError if it needs an arena while tensors lie in another StepMemory's arena.
@@ -199,7 +200,7 @@ class StepMemory:
         self.runs = 0  # number of runs so far, with the current one
         self.marks: list[tuple[int, str]] = []  # of the recorded step, as with_passes takes them
         self.requests = np.empty((0, 3), np.int64)  # of the recorded step: see `record`
-        self.buffers: list[Lifetime] = []  # those of the requests that are planned
+        self.buffers: list[Lifetime] = []  # the planned requests: they do not outlive the step
         self.plan: AddressPlan | None = None
         self.plans = 0  # number of plans made so far
         self.arena = None  # a tensor of bytes, while the allocator points into it
@@ -210,7 +211,7 @@ class StepMemory:
         if not self.as_graph:
             return self.run_on_current_stream(step, inputs)
         self.stream = self.stream or CommStream(torch.device(self.device))
-        # the stream waits for the inputs, and for compute to have read the last results
+        # the stream waits until the inputs are computed and compute has read the last results
         with self.stream.after_compute():
             results = self.run_on_current_stream(step, inputs)
         # waits for the results; exposed, because the caller reads them next
@@ -218,7 +219,8 @@ class StepMemory:
         return results
 
     def run_on_current_stream(self, step, inputs):
-        """Warm up, replay if there is a plan, or record and make the plan."""
+        """Run the step: as usual in a warm-up, by the plan if there is one, or else recorded. After
+        a recording, make the plan."""
         self.runs += 1
         self.drop_plan_with_misses()
         if self.runs <= WARM_UP_RUNS:
@@ -235,13 +237,12 @@ class StepMemory:
     def drop_plan_with_misses(self) -> None:
         """Drop the plan if too few requests of the last replay got their planned addresses.
 
-        While a tensor lies in the arena, the plan cannot be dropped, and the run replays it once
-        more.
+        While a tensor lies in the arena, the plan cannot be dropped. Then this run replays it, too.
         """
         if not self.counts or self.plans == MAX_PLANS:
             return
-        missed = self.counts["hits"] < MIN_HITS * len(self.buffers)
-        if missed and self.give_back():
+        too_few_hits = self.counts["hits"] < MIN_HITS * len(self.buffers)
+        if too_few_hits and self.give_back():
             self.counts = {}
             self.plan = None
 
@@ -259,8 +260,8 @@ class StepMemory:
     def record(self, step, inputs):
         """Run the step, and note its requests in self.requests and self.buffers.
 
-        requests: a row (birth, death, size) per request, in the order of births. The death of a
-        request that outlives the step is -1. buffers: the other requests, with their passes.
+        requests: a row (birth, death, size) per request, in the order of births. The death is -1 if
+        the memory outlives the step. buffers: the requests with a death, and their passes.
         """
         global recorder
         if self.device_type == "cuda":  # so that PyTorch's pool then reserves only what steps need
@@ -333,7 +334,7 @@ class StepMemory:
         """Free the arena if no tensor lies in it. Return whether no arena is left."""
         if self.arena is None:
             return True
-        # the allocator lets go of the arena, but only if no tensor lies in it
+        # load(None) makes the allocator forget the arena, unless tensors still lie in it
         tensors_in_arena = self.allocator.load(None, None, 0)
         if tensors_in_arena:
             return False
