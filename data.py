@@ -15,7 +15,7 @@ the number of ranks. A resumed run needs only the number of samples that it has 
     corpus, val_corpus = open_corpus("transformers")
     train, val = split(corpus, val_corpus, seq=256, seed=0)
     train.sample(0).tokens              # (T + 1,) int64: the first sample of step 0
-    train.sample(0).is_label            # (T + 1,) bool: which of them may be labels
+    train.sample(0).is_label            # (T + 1,) bool: which of these tokens may be labels
 
 A token is a byte of a text, or an id in a .bin file. FILE.bin.json beside FILE.bin, the *sidecar*,
 says what a .bin file holds:
@@ -29,14 +29,14 @@ says what a .bin file holds:
     mask             a file with one byte per token. 1: the token counts as a label. 0: it is never
                      a label, but attention still sees it. Example: a user's words in a conversation
 
-Only token_bytes is required. Megatron's FILE.idx also says the width of the ids and where documents
-end. Without a sidecar and an index, a .bin file is read as 2-byte ids if it cannot hold 4-byte ids;
-otherwise it is refused (certain_width).
+Only token_bytes is required. If Megatron-LM prepared FILE.bin, there is an *index* FILE.idx, which
+says the width of the ids and where documents end. A .bin file with neither a sidecar nor an index
+is read as 2-byte ids if it cannot hold 4-byte ids. Otherwise it is refused (certain_width).
 
 A Mixture draws samples from several corpora by weight: --data a.bin:0.7,b.bin:0.3.
 
-Left out: packing without cutting documents, shuffling within a sequence, and files of records such
-as JSON Lines, which prepare.py turns into .bin files.
+Left out: packing that cuts no document, shuffling within a sequence, and reading records such as
+JSON Lines (prepare.py turns them into .bin files).
 
 Legend: T tokens per sequence, i the number of a sample since step 0.
 """
@@ -66,16 +66,17 @@ import numpy as np
 
 SCAN_TOKENS = 2**24  # tokens, or bytes of a text, that a check reads at a time
 MOST_IDS = 2**20  # every tokenizer has fewer ids
-MIX_BLOCK = 1000  # samples per block of a mixture. All blocks have the same shares of the sources
+# Samples per block of a mixture. Every block has the same number of samples of a source (Mixture)
+MIX_BLOCK = 1000
 
 
 # ---------------------------------------------------------------------------- opening files safely
 #
 # A folder that somebody else prepared may hold anything. Opening a FIFO blocks, reading a device
-# never ends, and a link may lead to a private file. The first functions below check a path before
-# it is opened. They are used for checkpoints, imported Hugging Face models, tokenizers, the files
-# beside FILE.bin, and the files that a run writes. A missing file passes each check. A path that
-# exists must be:
+# never ends, and a link may lead to a private file. Three functions check a path before it is
+# opened. They are used for checkpoints, imported Hugging Face models, tokenizers, the files beside
+# FILE.bin, and the files that a run writes. A missing file passes each check. A path that exists
+# must be:
 #
 #     regular          a regular file, or a link to one
 #     own_file         the same, if the file lies in the given folder
@@ -100,8 +101,8 @@ def regular(path: Path) -> Path:
 
 
 def may_not_read(path: Path) -> PermissionError:
-    """Return the error for a file that exists, but that this user may not read. Libraries would
-    call such a file missing or broken."""
+    """Return the error for a file that exists, but that this user may not read. Without it, a
+    library's error would say that the file is missing or broken."""
     try:
         status = path.stat()
         who = f"it has mode {status.st_mode & 0o777:o}, and user {status.st_uid} owns it"
@@ -200,7 +201,8 @@ def parse_mixture(data: str) -> list[Source]:
 
     form = "Write --data PATH:WEIGHT,PATH:WEIGHT, such as a.bin:0.7,b.bin:0.3"
     sources = []
-    # The pieces of the next source so far. A path that has commas consists of several pieces
+    # PATH:WEIGHT of the next source, as far as it is known. It grows until PATH exists, because a
+    # path may have commas itself
     text = ""
     for piece in data.split(","):
         text += piece
@@ -243,10 +245,10 @@ def find_files(data: str, leave_out: Iterable[str | Path] = ()) -> tuple[list[Pa
     leave_out: folders that the run writes. If `data` is a folder, no file in these folders is
     taken, even if a link leads to it.
 
-    The file val.bin at the top of a folder is the only file for validation. If a folder has other
-    .bin files, only these are trained on. Hidden files and folders are left out. Links
-    to folders are followed. A file or folder that several links lead to is taken once. Raises
-    ValueError if there are no files, and OSError if a folder cannot be read.
+    If `data` is a folder, only the file val.bin at its top is for validation. The run trains on the
+    other .bin files, or on all other files if there is no other .bin file. Hidden files and folders
+    are left out. Links to folders are followed. A file or folder that several links lead to is
+    taken once. Raises ValueError if there are no files, and OSError if a folder cannot be read.
     """
     root = Path(data)
     if data in BUILT_IN:
@@ -314,8 +316,8 @@ def walk(root: Path, leave_out: list[Path]) -> list[Path]:
 
 PACKAGE = "transformers"
 PACKAGE_VERSION = "5.23.0"
-PACKAGE_BYTES = 8_000_000  # the package has more, so the files that come last by name are left out
-PACKAGE_CRC32 = 3077760862  # of the files that are taken, one after the other
+PACKAGE_BYTES = 8_000_000  # the package has more. The files that come last by name are left out
+PACKAGE_CRC32 = 3077760862  # checksum of the files that are read, one after the other
 
 
 class PackageFiles(NamedTuple):
@@ -432,9 +434,9 @@ def built_in_notes(paths: Iterable[str]) -> list[str]:
 
 
 class Format(NamedTuple):
-    """A kind of files that are not plain text, and that are recognised by their first bytes."""
+    """A file format that is not plain text, and that a file's first bytes tell."""
 
-    words: str  # as a message says it: "FILE is ..."
+    words: str  # completes a message "FILE is ..."
     pattern: bytes  # a regular expression that matches the file's first bytes
     prepared: bool  # whether prepare.py reads such files
 
@@ -567,7 +569,7 @@ class Window(NamedTuple):
 
 @dataclass(frozen=True)
 class TokenFile:
-    """What describe() says about a file of tokens. The tokens are read when they are needed."""
+    """A file of tokens, as describe() finds it. read() reads its tokens from disk at each call."""
 
     path: Path
     dtype: np.dtype  # of a token; uint8 for text
@@ -576,7 +578,7 @@ class TokenFile:
     ignored_id: int = -1  # an id that is never a label; -1: none
     vocab: int = 0  # number of ids of the tokenizer that wrote the file; 0: not known
     mask: Path | None = None  # a file with one byte per token. 1: the token counts as a label
-    index: Path | None = None  # Megatron's .idx, if document_token comes from it
+    index: Path | None = None  # Megatron's FILE.idx, if document_token was found with its help
 
     @property
     def is_text(self) -> bool:
@@ -709,8 +711,9 @@ class MegatronIndex(NamedTuple):
     ends: np.ndarray  # the position of each document's last token, ascending
 
 
-# Megatron's code -> dtype. Its types are signed, but ids are not negative, so unsigned types of the
-# same width read them, too. A negative 4-byte or 8-byte id becomes too large for any vocabulary
+# Megatron's code -> dtype. Most of Megatron's types are signed. Ids are not negative, so unsigned
+# types of the same width read them, too. A negative 4-byte or 8-byte id, which would be an error,
+# becomes too large for any vocabulary, so it is refused
 MEGATRON_DTYPES = {1: "u1", 2: "u1", 3: "<u2", 4: "<u4", 5: "<u8", 8: "<u2"}
 
 
@@ -764,12 +767,11 @@ def read_index(path: Path) -> MegatronIndex | None:
 
 
 def certain_width(path: Path, size: int, vocab: int) -> np.dtype:
-    """Return the dtype of the ids in a .bin file without sidecar and index: uint16, if this is
-    certain.
+    """Return uint16 if the ids of a .bin file without sidecar and index certainly have 2 bytes.
 
     size: bytes of the file. vocab: the number of ids that the model has, or 0 if it is not known.
-    When 2-byte ids are read as 4-byte ids, some of the results are larger than any tokenizer's
-    ids, such as the last one here:
+    2-byte ids that are read as 4-byte ids give numbers that are larger than the ids of any
+    tokenizer, such as the last one here:
 
         bytes             0b 00 0c 00     1f 01 c2 05
         2-byte ids        11    12        287   1474
@@ -779,9 +781,9 @@ def certain_width(path: Path, size: int, vocab: int) -> np.dtype:
 
         - 4 does not divide the size of the file.
         - A 4-byte id would be MOST_IDS or more, and not below `vocab`.
-        - All 2-byte ids are below 16, and some 4-byte id would be 65536 or more. Real 4-byte ids
-          would have lower halves of 16 or more, too. (16 is MOST_IDS / 65536. A larger `vocab`
-          raises it.)
+        - All 2-byte ids are below 16, and a 4-byte id would be 65536 or more. In real 4-byte ids
+          only the upper half is so small, and some lower halves are 16 or more. (16 is MOST_IDS /
+          65536. A larger `vocab` raises it.)
 
     Only about the first 32 MiB are read. Raises ValueError if the width is not certain, or if the
     file is text or has another format than ids.
@@ -866,9 +868,13 @@ def open_corpus(
 def choose_document_token(corpora: list[Corpus], flag: int | None) -> int:
     """Return the id that ends each document of --data, or -1 if attention crosses documents.
 
-    flag: --document-token, or None if it is auto. -1 always wins. Another id is returned if each
-    file names the same one or none. Raises ValueError if the flag contradicts a file, or if the
-    flag is auto and two files differ, even if one of them names no token.
+    flag: --document-token, or None if it is auto. The result depends on it:
+
+        flag     result                            raises ValueError
+        -1       -1, whatever the files name       never
+        an id    this id                           if a file names another id, or -1
+        None     what the files name; -1 if they   if two files differ, even if one names an id and
+                 name nothing                      the other one names nothing
     """
     # document token -> a file that names it. None -> a file that names none
     files = {file.document_token: file for corpus in corpora for file in corpus.files}
@@ -915,7 +921,7 @@ def check_same_ids(corpora: list[Corpus], vocab: int) -> None:
     than the model. vocab: the number of the model's ids."""
     files = [file for corpus in corpora for file in corpus.files]
     texts = [file for file in files if file.is_text]
-    said = {file.vocab: file for file in files if file.vocab}
+    file_by_vocab = {file.vocab: file for file in files if file.vocab}  # 0: not known
     for file in files:
         if file.vocab > vocab:
             raise ValueError(
@@ -927,8 +933,8 @@ def check_same_ids(corpora: list[Corpus], vocab: int) -> None:
                 f"--data: {file.path} has token ids, but {texts[0].path} is text, whose tokens are "
                 "bytes. Pass --tokenizer with the folder of the tokenizer that wrote the ids"
             )
-    if len(said) > 1:
-        both = " and ".join(f"{vocab} ids in {file.path}" for vocab, file in said.items())
+    if len(file_by_vocab) > 1:
+        both = " and ".join(f"{vocab} ids in {file.path}" for vocab, file in file_by_vocab.items())
         raise ValueError(f"--data: its files are of different tokenizers: {both}")
 
 
@@ -939,10 +945,11 @@ def check_tokens(
     not text, if a mask has other values than 0 and 1, or if the documents of a Megatron index do
     not all end with the same token.
 
-    with_documents: whether attention stays inside documents; otherwise their ends do not matter.
+    with_documents: whether attention stays inside documents. If not, their ends are not checked.
     The `world` ranks share the work. A piece of work is a whole text, or a block of SCAN_TOKENS
-    ids. Rank r takes the pieces r, r + world, r + 2 world ... A file of ids is not read if none of
-    these errors is possible in it.
+    ids. Rank r takes the pieces r, r + world, r + 2 world ... A file of ids is skipped if none of
+    these errors can occur in it. For example, 2-byte ids are below 65536, so they all fit a larger
+    vocabulary.
     """
     numbers = itertools.count()  # numbers the pieces of work: 0, 1, 2 ...
     for file in [file for corpus in corpora for file in corpus.files]:
@@ -986,8 +993,10 @@ def check_block(file: TokenFile, start: int, vocab: int, ends: np.ndarray | None
 
     if ends is not None:
         first, stop = np.searchsorted(ends, [start, start + count])
+        ends_of_block = ends[first:stop]
         found = start + np.flatnonzero(tokens == file.document_token)
-        differing = np.setxor1d(found, ends[first:stop], assume_unique=True)
+        # positions that are in one of the two arrays only
+        differing = np.setxor1d(found, ends_of_block, assume_unique=True)
         if len(differing):
             at = differing[0]
             where = "is inside a document" if at in found else "does not end the document"
@@ -999,9 +1008,9 @@ def check_block(file: TokenFile, start: int, vocab: int, ends: np.ndarray | None
 
 
 def fingerprint(corpora: list[Corpus]) -> dict[str, int]:
-    """Return the number of data files, and a checksum of what describes them: their names, dtypes,
-    token counts, ignored ids and masks' names, but not their tokens. train.py compares both between
-    ranks, and with the checkpoint that a run resumes."""
+    """Return the number of data files, and a checksum of their names, dtypes, token counts, ignored
+    ids and masks' names. The tokens themselves do not enter it. train.py compares both numbers
+    between ranks, and with the checkpoint that a run resumes."""
     files = [
         (file.path.name, file.dtype.str, file.count, file.ignored_id, file.mask and file.mask.name)
         for corpus in corpora
@@ -1082,11 +1091,11 @@ def split(
 
 
 def block_shares(sources: list[Source]) -> list[int]:
-    """Return how many of MIX_BLOCK samples each source gets.
+    """Return how many of the MIX_BLOCK samples of a block each source gets.
 
     The shares are proportional to the weights. They are rounded so that their sum is MIX_BLOCK:
-    those with the largest fractions are rounded up. For example, three equal weights give 334, 333
-    and 333. Raises ValueError if a source gets no samples.
+    the shares with the largest fractional parts are rounded up. For example, three equal weights
+    give 334, 333 and 333. Raises ValueError if a source gets no samples.
     """
     total = math.fsum(source.weight for source in sources)
     quotas = [MIX_BLOCK * (source.weight / total) for source in sources]
@@ -1116,8 +1125,10 @@ class Mixture:
         j    0  1  0  2    3  4  1  5
 
     Each source has its own epochs: when all of its windows are drawn, it begins again, in a new
-    order. If the weights change on resume, each source continues where a run that always had the
-    new weights would be. So some of its samples are skipped or drawn again.
+    order. If the weights change on resume, each source continues where it would be if the run had
+    had the new weights from the start. Example: after 1000 samples a source's share rises from 300
+    to 700 of 1000. It continues at its sample 700, so its samples 300 to 699 are skipped. If the
+    share falls from 700 to 300, its samples 300 to 699 are drawn again.
     """
 
     sources: tuple[Sequences, ...]
@@ -1129,13 +1140,14 @@ class Mixture:
         come before it in the block."""
         source = np.repeat(np.arange(len(self.shares)), self.shares)
         before = np.concatenate([np.arange(share) for share in self.shares])
-        # Divide the block into shares[k] equal parts: source k has a sample in each middle
+        # source k divides the block into shares[k] equal parts, and has a sample in the middle of
+        # each part. Sorting the middles of all sources gives the order of the block
         order = ((before + 0.5) / np.array(self.shares)[source]).argsort(kind="stable")
         return source[order], before[order]
 
     @property
     def count(self) -> int:
-        """About how many samples it takes until each window of each source has been drawn."""
+        """About how many samples of the mixture it takes to draw every window of every source."""
         counts = zip(self.sources, self.shares)
         return max(math.ceil(source.count * sum(self.shares) / share) for source, share in counts)
 
@@ -1158,6 +1170,7 @@ class Mixture:
         return self.sources[k].window(number % self.sources[k].count)
 
     def epochs(self, samples: int) -> list[float]:
-        """Return how many epochs of each source this number of the mixture's samples takes."""
+        """Return for each source how many epochs of it are drawn in the first `samples` samples of
+        the mixture."""
         drawn = [samples * share / sum(self.shares) for share in self.shares]
         return [count / source.count for count, source in zip(drawn, self.sources)]

@@ -12,9 +12,9 @@ or a file. Before an export, check_export compares the logits of a small model.
 
     model = load_model(folder)             import a whole model, on the CPU in float32
 
-"Ours" are names and tensors of model.LLaMA, "theirs" are those of Hugging Face's files. Some of our
-matrices are several of theirs, stacked by rows. Example: layer 0 of llama3-8b, which has 32 heads
-and 8 K/V heads of 128 features:
+"Ours" are the weights of model.LLaMA and their names. "Theirs" are the weights in Hugging Face's
+files and their names. Some of our matrices are several of theirs, stacked by rows. Example: layer 0
+of llama3-8b, which has 32 heads and 8 K/V heads of 128 features:
 
     ours                      theirs, in model.layers.0                    rows of ours
     blocks.0.qkv.weight       self_attn.q_proj.weight     4096 x 4096          0 ..  4095
@@ -23,12 +23,12 @@ and 8 K/V heads of 128 features:
     blocks.0.gate_up.weight   mlp.gate_proj.weight       14336 x 4096          0 .. 14335
     28672 x 4096              mlp.up_proj.weight         14336 x 4096      14336 .. 28671
 
-A tied model (ModelConfig.tied) has no head of its own, neither here nor in files.
+So an import concatenates the rows of theirs, and an export splits ours (parts_of). A tied model
+(ModelConfig.tied) has no head of its own, neither here nor in an export.
 
-So an import concatenates the rows of theirs, and an export splits ours (parts_of). HF_NAMES lists
-all names. If you add a weight to the model, add a row there. This works if one of the FAMILIES
-has such a weight. If none has it, LLaMA.own_weights can name it, and LLaMA.export_weight merges it
-into the others.
+HF_NAMES lists all names. If you add a weight to the model, and a model family in FAMILIES has the
+same weight, add a row to HF_NAMES. If no family has it, an export can still merge it into other
+weights, as it does with adapters: name it in LLaMA.own_weights, and write LLaMA.export_weight.
 
 Two versions of transformers look for the rotary base and the rotary scaling in different keys of
 config.json. An import reads both spellings, as transformers 5 does. An export writes both:
@@ -97,8 +97,9 @@ CONFIG_KEYS = {
     "head_dim": "head_dim",
 }
 
-# model_type of transformers -> the fields of ModelConfig that follow from it, because config.json
-# has no key for them. A model from scratch is exported as the first family that computes the same
+# model_type in config.json -> fields of ModelConfig that config.json has no key for, because each
+# model of this type has them. A model from scratch is exported as the first family here that
+# computes the same
 FAMILIES = {
     "qwen2": {"qkv_bias": True},
     "qwen3": {"qk_norm": True},
@@ -113,7 +114,7 @@ REQUIRED_VALUES = {
     "mlp_bias": False,
     "quantization_config": None,
     "is_heterogeneous": False,
-    "transformers_weights": None,  # it would name files of weights other than model.safetensors
+    "transformers_weights": None,  # a value would be the name of another file of weights
 }
 
 # files of weights. If there are several, the index says which of them holds a tensor
@@ -174,12 +175,14 @@ def model_of(source: dict) -> ModelConfig:
 
 
 def _model_of(source: dict) -> ModelConfig:
-    """Do the work of model_of, which turns transformers' own errors into a ValueError."""
+    """Do the work of model_of. It may also raise transformers' own errors, which model_of turns
+    into a ValueError."""
     from transformers import AutoConfig
 
     config = AutoConfig.for_model(**copy.deepcopy(source))  # for_model changes the dicts it gets
-    # AutoConfig has called this once, and transformers' models call it again. Only the second call
-    # finds an original_max_position_embeddings that lies outside of rope_parameters
+    # AutoConfig has called this once already. transformers' models call it a second time, and only
+    # the second call finds an original_max_position_embeddings outside of rope_parameters. So call
+    # it here, too
     config.standardize_rope_params()
     check_family(config.model_type)
     for key, required in REQUIRED_VALUES.items():
@@ -203,7 +206,7 @@ def _model_of(source: dict) -> ModelConfig:
         )
 
     max_positions = config.max_position_embeddings
-    if kind == "yarn" and "factor" not in rope:  # it is null: transformers computes it like this
+    if kind == "yarn" and "factor" not in rope:  # null in the file: do as transformers does
         rope["factor"] = max_positions / rope["original_max_position_embeddings"]
     missing = [key for key in ROPE_KEYS.get(kind, ()) if key not in rope]
     if missing:
@@ -233,7 +236,8 @@ def sliding_window(source: dict) -> int:
 
 
 def is_own_weight(cfg: ModelConfig, name: str) -> bool:
-    """Return whether only our model has a weight, not Hugging Face's files (LLaMA.own_weights).
+    """Return whether a weight is in our model only, and not in Hugging Face's files
+    (LLaMA.own_weights).
 
     Example: True for blocks.0.qkv.a.weight of examples/lora.py, False for blocks.0.qkv.weight.
     """
@@ -317,7 +321,7 @@ def open_tensors(folder: str) -> dict[str, object]:
         raise ValueError(no_weights(folder))
 
     stored, file_of = {}, {}  # their name -> handle, their name -> file
-    # in transformers' order: if two files have the same tensor, the later file's counts
+    # sorted, as in transformers: if two files have the same tensor, the later file's counts
     for file in files:
         path = root / file
         if not path.exists():
@@ -329,7 +333,7 @@ def open_tensors(folder: str) -> dict[str, object]:
         try:
             handle = safe_open(path, "pt")
             tensors = {their_name: handle.get_slice(their_name) for their_name in handle.keys()}
-        except Exception as e:  # such a file may hold anything
+        except Exception as e:  # the file may hold anything
             raise ValueError(
                 f"--init hf:{folder}: {path} is truncated, or no safetensors file: {e}"
             ) from e
@@ -434,12 +438,12 @@ def no_weights(folder: str) -> str:
 def open_weights(
     folder: str, cfg: ModelConfig, untie: bool = False
 ) -> tuple[ModelConfig, Callable[[str], Tensor]]:
-    """Check that a folder has exactly the weights of cfg, from read_config. Return the model, and
-    read(our name) -> tensor.
+    """Check that a folder has exactly the weights of cfg, from read_config. Return the model's
+    config, and read(our name) -> tensor.
 
     read() reads a tensor from disk when it is called. So only one needs to be in memory at a time.
 
-    The model is cfg, except that it may have a head of its own although cfg is tied:
+    The config returned is cfg, except that a tied cfg may become untied:
 
         the files store     the model is
         no head             tied; with untie, its head begins as a copy of the embedding
@@ -584,12 +588,12 @@ def export_config(cfg: ModelConfig, source: dict, dtype: torch.dtype):
     """Return the transformers config of an export.
 
     source: the import's config.json (read_config). The export keeps its family, and those of its
-    keys that ModelConfig does not set, such as token ids. {}: a model from scratch, which becomes
-    the first family that computes the same. dtype: of the stored weights.
+    keys that ModelConfig does not set, such as token ids. {} means a model from scratch, which is
+    exported as the first family that computes the same. dtype: of the stored weights.
 
-    Raises ValueError if a weight has no name in Hugging Face's files, or if the exported config
-    would not be read as cfg again. Without this check an export could silently lose a field. If no
-    family fits, the error names the one that lacks the fewest keys.
+    A family computes the same if its config, read back, gives cfg again. Otherwise an export would
+    silently lose a field of cfg. Raises ValueError if no family fits, and names the one that loses
+    the fewest fields. Also raises it if a weight has no name in Hugging Face's files.
     """
     from transformers import AutoConfig
 
@@ -632,9 +636,9 @@ def check_export(cfg: ModelConfig, source: dict) -> None:
     """Raise ValueError unless transformers computes the same logits as this model.
 
     A small model is exported to a temporary folder, transformers loads it, and both compute logits
-    for the same tokens. The small model is made of the same Block:
+    for the same tokens. The small model has the same classes as the large one:
 
-        kept     number of layers, all flags of cfg, rotary scaling
+        kept     number of layers, rotary scaling, and all other fields of cfg
         shrunk   widths, numbers of heads, vocabulary
         random   all weights. This includes norms and biases: with their initial values, 1 and 0,
                  the logits would not show that an export loses one
@@ -668,8 +672,8 @@ def check_export(cfg: ModelConfig, source: dict) -> None:
         if p.dim() == 1:  # norms near 1, and biases so large that the logits show a lost one
             p.data += 1.0
 
-    # tokens at some positions, up to the last one, and on both sides of the trained length. If the
-    # trained length is all of max_positions, two of the positions lie beyond it
+    # tokens at a few positions: the first ones, some around the trained length, and the last one.
+    # If the trained length is max_positions itself, two of these positions lie beyond max_positions
     trained = cfg.rope_scaling.get("original_max_position_embeddings", cfg.max_positions)
     last = cfg.max_positions - 1
     positions = {0, 1, 2, 7, 50, trained // 2, trained - 1, trained, trained + 1, last}
@@ -793,15 +797,15 @@ def check_export_folder(folder: Path, run: str, resumed_step: int | None) -> Non
     resumed_step: the step that the run resumes, or None for a run that begins anew.
     """
     # if a kill fell between the two renames of an exchange, the export is in old_folder
-    for place in (folder, old_folder(folder, run)):
-        step = exported_step(place, run)
+    for found in (folder, old_folder(folder, run)):
+        step = exported_step(found, run)
         if step is None:
             continue
         if resumed_step is None:
-            raise ValueError(f"--export {place} is not empty. Name another folder")
+            raise ValueError(f"--export {found} is not empty. Name another folder")
         if step > resumed_step:
             raise ValueError(
-                f"--export {place} has the weights of step {step}, and this run resumes step "
+                f"--export {found} has the weights of step {step}, and this run resumes step "
                 f"{resumed_step}. Name another folder"
             )
     if folder.resolve().is_mount():
@@ -811,7 +815,8 @@ def check_export_folder(folder: Path, run: str, resumed_step: int | None) -> Non
 
 
 def finish_exchange(folder: Path, run: str) -> None:
-    """Finish an exchange that a kill has interrupted, and delete what a killed export has left.
+    """Finish an exchange during which a run was killed, and delete the folder that a killed export
+    was writing.
 
     The newest complete export gets the name `folder` again. Raises OSError. Call this only while no
     other process with the same --out runs.
@@ -844,7 +849,7 @@ def exchange(folder: Path, run: str) -> None:
     target, old = folder.resolve(), old_folder(folder, run)
     exported_step(target, run)  # raises ValueError if anybody else has put files there
     if target.exists() and any(target.iterdir()):
-        delete_old(folder, run)  # it still exists if an earlier exchange could not delete it
+        delete_old(folder, run)  # an older one, if an earlier exchange could not delete it
         target.rename(old)
     try:
         partial_folder(folder, run).rename(target)
@@ -872,7 +877,8 @@ def delete_old(folder: Path, run: str) -> None:
 def collect_weights(
     exported_weight: Callable[[str], Tensor], parts: dict[str, dict], dtype: torch.dtype
 ) -> dict[str, Tensor]:
-    """Return the weights of one file on rank 0, {their name: tensor}, and {} on the other ranks.
+    """Gather the weights of one file. Return {their name: tensor} on rank 0, and {} on all other
+    ranks.
 
     All ranks gather one weight after the other, so this is a collective of all ranks.
 

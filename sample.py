@@ -4,10 +4,10 @@
     python sample.py out/tiny/step-00000200                one of its checkpoints
     python sample.py DIR --prompt "Once upon a time"       a Hugging Face folder, such as an export
 
-A model computes a probability for each token that may come next. `generate` draws one of them,
-appends it to the text, and asks the model again:
+A model computes a probability for each token that may come next. `generate` draws one token with
+these probabilities, appends it to the text, and runs the model on the longer text:
 
-    text      d e f _ m a i        the logits of the last token decide what comes next
+    text      d e f   m a i        the logits of the last token, "i", decide what comes next
     drawn                   n      and so on, until --tokens are drawn or a token ends the text
 
 --temperature divides the logits. Below 1, likely tokens become more likely. At 0 the most likely
@@ -25,7 +25,8 @@ for each new token, so n tokens cost about n*n/2 times the work of one. Programs
 as vLLM, have a cache of keys and values, with which n tokens cost about n times the work of one. So
 for long texts or many users, load an export (train.py --export) in such a program.
 
-Nothing that is read can run code, and a checkpoint is checked as for a resume (checkpoint.py).
+Models are read from safetensors and JSON only, so no file can run code. A checkpoint is checked as
+it is before a resume (checkpoint.py).
 
 Left out: a cache, several texts at once, chat templates, top-k and nucleus sampling.
 """
@@ -108,15 +109,15 @@ class Vocabulary:
     encode: Callable[[str], list[int]]
     decode: Callable[[list[int]], str]
     end_tokens: frozenset[int]
-    name: str  # a sentence for messages
+    name: str  # a sentence for messages that says what a token is
 
 
 def bytes_as_tokens(end_token: int = -1) -> Vocabulary:
     """Return the vocabulary of a model whose tokens are bytes. end_token: -1 if there is none."""
 
     def decode(tokens: list[int]) -> str:
-        # a model may have more ids than there are bytes. They become 255, which occurs in no UTF-8
-        # text, so the replacement character is shown
+        # a model may have ids above 255. They become the byte 255, which occurs in no UTF-8 text,
+        # so they are shown as the replacement character
         return bytes(min(token, 255) for token in tokens).decode("utf-8", "replace")
 
     end_tokens = frozenset({end_token} - {-1})
@@ -155,9 +156,10 @@ def tokens_of(folder: Path, end_token: int, add_special_tokens: bool) -> Vocabul
 def stream(decode: Callable, prompt: list[int], tokens: Iterable[int]) -> Iterator[str]:
     """Yield the text of the prompt and of the tokens, piece by piece.
 
-    A character may consist of several tokens. It is yielded when it is complete. Until then, the
-    decoded text ends in U+FFFD, the replacement character. Bytes that are not UTF-8 become the same
-    character, so they are yielded only with the next complete character, or at the end.
+    A character may consist of several tokens. Until the last of them is drawn, the decoded text
+    ends in U+FFFD, the replacement character. So replacement characters at the end are held back.
+    Bytes that never become a character also decode to U+FFFD. They are yielded with the next
+    complete character, or at the end.
     """
     ids = [*prompt]
     shown = 0  # characters
@@ -171,8 +173,8 @@ def stream(decode: Callable, prompt: list[int], tokens: Iterable[int]) -> Iterat
 
 
 def printable(text: str) -> str:
-    """Return a text in which the replacement character stands for control characters, which could
-    change the settings of a terminal. Line breaks and tabs stay."""
+    """Return the text with each control character, which could change the settings of a terminal,
+    replaced by the replacement character. Line breaks and tabs stay."""
     return "".join(
         "\N{REPLACEMENT CHARACTER}"
         if unicodedata.category(char) == "Cc" and char not in "\n\t"
@@ -191,7 +193,7 @@ class Loaded:
     model: LLaMA
     folder: Path  # from which it was read
     positions: int  # the most tokens that a text may have, prompt included
-    # tokens per training sequence; if these are not known, the positions of the model
+    # tokens per training sequence. For an import they are not known: it is the model's positions
     trained_length: int
     vocabulary: Vocabulary
 
@@ -221,14 +223,15 @@ def load(folder: str, tokenizer: str, device: torch.device, dtype: torch.dtype) 
 def load_checkpoint(path: Path, tokenizer: str, device: torch.device, dtype: torch.dtype) -> Loaded:
     """Return the model of a run's checkpoint. Its flags and its model are checked as for a resume.
     Raises ValueError or OSError."""
-    with contextlib.redirect_stdout(sys.stderr):  # it prints which checkpoints it passes over
+    # stdout is for the text only, and this call prints which damaged checkpoints it passes over
+    with contextlib.redirect_stdout(sys.stderr):
         saved = checkpoint.choose_in_one_process(path)
     old_flags = saved.meta["config"]
     flags = train.resumed_flags({}, old_flags)
     _, cfg, source, _ = train.choose_model(flags, device, saved)
 
-    # All plain kernels compute the same attention, so PyTorch's will do. Another kernel, such as
-    # examples/alibi.py, must be the one that the run was trained with
+    # All plain kernels compute the same attention, so PyTorch's takes their place. A kernel that is
+    # not plain, such as examples/alibi.py, computes something else, so it must run here, too
     attention = plain_attention
     kernel = KERNELS.get(flags.attention)
     if flags.attention != "auto" and not (kernel and kernel.plain):
@@ -236,9 +239,10 @@ def load_checkpoint(path: Path, tokenizer: str, device: torch.device, dtype: tor
 
     with torch.device("meta"):
         model = LLaMA(cfg, attention).requires_grad_(False)
-        for weight in model.parameters():  # they have no values yet, but get their dtypes
+        for weight in model.parameters():  # sets only dtypes: on meta, weights have no values
             weight.data = as_in_training(weight.data, dtype)
-    exported = OPTIMIZERS[flags.optimizer].exported  # the weights that an export would have
+    # the optimizer's state that an export would write as the weights. It is used here, too
+    exported = OPTIMIZERS[flags.optimizer].exported
     read = checkpoint.open_weights(saved, model.shapes, exported)
     model.to_empty(device=device)
     for name, weight in model.named_parameters():  # only one weight at a time is in memory twice
@@ -386,8 +390,8 @@ def check(args: argparse.Namespace) -> None:
 
 
 def encode_prompt(loaded: Loaded, prompt: str, count: int) -> list[int]:
-    """Return the tokens of the prompt. Raises ValueError if the model does not have them, or if it
-    does not reach the end of a text with `count` more tokens."""
+    """Return the tokens of the prompt. Raises ValueError if the model's vocabulary lacks one of
+    them, or if the prompt and `count` more tokens need more positions than the model has."""
     vocabulary = loaded.vocabulary
     model_ids = loaded.model.cfg.vocab
     tokens = vocabulary.encode(prompt)
@@ -447,8 +451,8 @@ def sample(args: argparse.Namespace) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run a command. Return the exit status: 0; 1 if GPU memory ran out; 2 after another error.
-    Errors are printed."""
+    """Run a command and print its errors. Return the exit status: 0 if the text was written, 1 if
+    GPU memory ran out, and 2 after another error."""
     args = make_parser().parse_args(argv)
     try:
         sample(args)

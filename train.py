@@ -10,9 +10,10 @@ tokens of the same sequences. The loss is
 
     sum of the losses of all valid tokens / number of valid tokens        over all ranks
 
-so it does not depend on how the step is split. planner.py chooses what the flags leave open, from
-counted bytes and predicted times: how many ranks share a sequence (sp), the shards of parameters,
-gradients and optimizer states (p, g, os), which activations stay on the GPU, and more.
+so it does not depend on how the step is split. planner.py chooses the values that the flags leave
+open: how many ranks share a sequence (sp), into how many shards parameters, gradients and optimizer
+states are split (p, g, os), which activations stay on the GPU, and more. It counts the bytes of
+each plan that it compares, predicts the seconds of a step, and takes the fastest plan that fits.
 
 For example, `python train.py --device cpu --seq 64 --batch 4 --steps 4` prints (shortened)
 
@@ -27,18 +28,18 @@ For example, `python train.py --device cpu --seq 64 --batch 4 --steps 4` prints 
     To read what the model writes: python sample.py out
     To continue the training: python train.py --out out --resume --steps 8
 
-On a GPU `print_plan` also prints why the planner chose this plan. The lines of the model and of the
-steps count FLOPs in two ways: "causal" counts the half of attention's query-key pairs that a causal
-mask keeps, "full" counts all pairs. A step's line has its mean loss, the gradient's global norm
-before clipping, the learning rate, the tokens per GPU per second (TGS), the seconds of the step,
-and the time left. OUT/log.jsonl has the same numbers and more, one row per step.
+On a GPU `print_plan` also prints why the planner chose this plan. FLOPs are counted in two ways:
+"causal" counts only the query-key pairs that a causal mask keeps, about half of all, and "full"
+counts all pairs. A step's line has its mean loss, the gradient's global norm before clipping, the
+learning rate, the tokens per GPU per second (TGS), the seconds of the step, and the time left.
+OUT/log.jsonl has the same numbers and more, one row per step.
 
-SIGTERM, SIGINT, SIGHUP, SIGUSR1 or SIGUSR2 lets the run finish its step and save (checkpoint.py),
-and so does --stop-after when the time is nearly over. An evaluation is broken off. A run that has
-not begun to train ends at once. A killed run loses only the steps since its last checkpoint:
-`--resume` continues from there, and under the same plan its losses are bit-equal. The exit status
-is 0 for a finished or stopped run, 1 for a run that failed, and 2 for flags or files that are
-refused.
+SIGTERM, SIGINT, SIGHUP, SIGUSR1 or SIGUSR2 lets the run finish its step, save (checkpoint.py) and
+end. --stop-after does the same when the time is nearly over. If an evaluation is running, it is
+broken off. If training has not begun, the run ends without saving. A killed run loses only the
+steps since its last checkpoint: `--resume` continues from there, and under the same plan its losses
+are bit-equal. The exit status is 0 for a finished or stopped run, 1 for a run that failed, and 2
+for flags or files that are refused.
 
 The order of the file is the order of a command:
 
@@ -48,9 +49,10 @@ The order of the file is the order of a command:
 
 Legend: there are pp * dp * sp * tp ranks: pp stages of a pipeline, dp data-parallel groups, sp
 ranks that share a sequence, tp ranks that share each layer's matrices. M micro-batches per step and
-rank, B sequences per micro-batch, b = M * B sequences per rank, T tokens per sequence, of which
-attention of a rank gets T/sp. Outside of attention and matrix products (embedding, norms, residual
-stream, loss) a rank has n of these: n = T/sp, or T/sp/tp if the tensor-parallel mode splits tokens.
+rank, B sequences per micro-batch, b = M * B sequences per rank, T tokens per sequence. A rank holds
+T/sp tokens of each sequence, and passes q, k and v of these to attention. In the embedding, the
+norms, the residual stream and the loss it has n tokens of each sequence: n = T/sp, or T/sp/tp if
+--tp-mode splits tokens among the tp ranks, too.
 
 Left out: generation, which is sample.py's work.
 """
@@ -189,10 +191,11 @@ MAX_SKIPS = 5  # the run ends after this many non-finite steps in a row
 class Config(Constraints):
     """All flags of train.py: the fields below, and the Constraints that restrict the planner.
 
-    A flag that is `auto` has the value None, or "auto" if it takes words. It keeps this value after
-    `configure` has chosen, so that a resumed run on another number of ranks chooses again. The
-    exceptions are model, seq, batch, lr and document_token. They define the run: they get their
-    values once, and a resumed run keeps them.
+    A flag that is left to `auto` has the value None, or "auto" if its values are words. It keeps
+    this value even after `configure` has chosen, so that a resumed run on another number of ranks
+    chooses again. There are five exceptions: model, seq, batch, lr and document_token define the
+    run. `configure` replaces their `auto` by the value that it chose, and a resumed run keeps it.
+    (But --model stays `auto` if --init imports the model.)
     """
 
     # fmt: off
@@ -353,9 +356,10 @@ def parse(argv: list[str] | None = None) -> dict:
 def resumed_flags(command_flags: dict, old: dict) -> Config:
     """Return the flags of the run to resume, updated by the flags that the command gives.
 
-    If the command gives --seq but not --batch, a step keeps its number of tokens. Raises ValueError
-    if `old`, the flags in meta.json, is not valid, if --init names other weights than those that
-    the run began with, or if the command changes --untie.
+    If the command gives --seq but not --batch, the batch changes so that a step keeps its number of
+    tokens: half as many sequences if they are twice as long. `old` has the flags from the
+    checkpoint's meta.json. Raises ValueError if they are not valid, if --init names other weights
+    than those that the run began with, or if the command changes --untie.
     """
     flags = {
         name: old[name] for name in flags_of(Config) if name in old and name not in NOT_INHERITED
@@ -392,17 +396,17 @@ def resumed_flags(command_flags: dict, old: dict) -> Config:
 
 
 class Coordinates(NamedTuple):
-    """Where a rank stands. From rank to rank tp_rank changes fastest, then sp_rank, then data_rank,
-    and the stage changes last.
+    """The position of a rank in the grid of pp x dp x sp x tp ranks. From one rank to the next,
+    tp_rank changes fastest, then sp_rank, then data_rank, and the stage changes last.
 
     Example: pp = 1, dp = 2, sp = 2, tp = 1. Rank 1 has data_rank 0 and sp_rank 1, and rank 2 has
     data_rank 1 and sp_rank 0.
     """
 
     stage: int  # of the pipeline
-    data_rank: int  # ranks that differ in it have different sequences
-    sp_rank: int  # ranks that differ only in it have different tokens of the same sequences
-    tp_rank: int  # ranks that differ only in it share each layer's matrices
+    data_rank: int  # ranks with different values have different sequences
+    sp_rank: int  # ranks that differ only here have different tokens of the same sequences
+    tp_rank: int  # ranks that differ only here share each layer's matrices
 
 
 @dataclass(frozen=True)
@@ -439,13 +443,13 @@ class Run:
 # ---------------------------------------------------------------------------- the learning rate
 
 DECAY_FRACTION = 0.2  # --decay-steps auto: the decay of wsd as a fraction of the steps
-# --warmup auto: a quarter of the steps within these limits. With fewer steps than the lower one,
-# the first rates would be so high that the loss of a large model rises
+# --warmup auto: a quarter of the steps, but at least 20 and at most 500. With a warm-up of fewer
+# than 20 steps, the first rates would be so high that the loss of a large model rises
 WARMUP_LIMITS = 20, 500
 
 
 def decay_length(decay_steps: float | None, steps: int) -> int:
-    """Return the steps of wsd's decay in a schedule of `steps` steps.
+    """Return how many steps the decay of wsd takes in a schedule of `steps` steps.
 
     decay_steps: --decay-steps, which is a number of steps, a fraction of `steps`, or None for auto.
     A fraction gives at least one step.
@@ -458,12 +462,12 @@ def decay_length(decay_steps: float | None, steps: int) -> int:
 
 
 def lay_out_schedule(cfg: Config, resumed: checkpoint.Checkpoint | None) -> dict[str, int]:
-    """Return the steps of the warm-up and of the whole schedule, as meta.json records them.
+    """Return how many steps the warm-up and the whole schedule have, as meta.json records them.
 
-    A run's first command decides both, so that other --steps on resume cause no jump in the
-    learning rate. There are two exceptions: a resumed command may set another --warmup, and it may
-    move the end of the schedule (end_moves). Raises ValueError if warm-up and decay do not fit into
-    the steps, or if --decay-steps changes after the decay has begun.
+    A run's first command decides both, so the learning rate does not jump if a later command
+    resumes the run with other --steps. There are two exceptions: the later command may set another
+    --warmup, and it may move the end of the schedule (end_moves). Raises ValueError if warm-up and
+    decay do not fit into the steps, or if --decay-steps changes after the decay has begun.
     """
     start_step = resumed.meta["step"] if resumed else 0
     old = resumed.meta["config"] if start_step else {}
@@ -479,13 +483,14 @@ def lay_out_schedule(cfg: Config, resumed: checkpoint.Checkpoint | None) -> dict
 
 
 def end_moves(cfg: Config, old: dict, start_step: int) -> bool:
-    """Return whether the schedule of a resumed run ends with the --steps of this command, and not
-    where it ended before. old: the flags of the run to resume, from meta.json.
+    """Return whether the schedule of a resumed run ends at the --steps of this command. Otherwise
+    it ends where it ended before. old: the flags of the run to resume, from meta.json.
 
-    The end moves if the learning rate has not depended on it so far:
+    The end moves in three cases:
 
-        The decay of wsd has not begun, or the run changes to wsd from another schedule.
-        The first command had so few steps that it ended inside its warm-up, and now there are more.
+        The schedule is wsd, and the decay has not begun.
+        This command changes the schedule to wsd.
+        The schedule had so few steps that it ended inside its warm-up, and now there are more.
 
     Example: a run has begun with --schedule wsd --steps 100 --decay-steps 20.
 
@@ -506,23 +511,23 @@ def end_moves(cfg: Config, old: dict, start_step: int) -> bool:
         return True
 
     decay = decay_length(old["decay_steps"], old_steps)
-    began = old_steps - decay
-    if start_step <= began:
+    decay_start = old_steps - decay
+    if start_step <= decay_start:
         return True
     if decay_length(cfg.decay_steps, old_steps) != decay:
         raise ValueError(
             f"--decay-steps cannot change any more: the run resumes at step {start_step}, and its "
-            f"decay of {decay} steps began at step {began}. Drop --decay-steps, or resume a "
+            f"decay of {decay} steps began at step {decay_start}. Drop --decay-steps, or resume a "
             "checkpoint from before the decay"
         )
     return False
 
 
 def automatic_warmup(cfg: Config, steps: int) -> int:
-    """Return the steps of the warm-up in a schedule of `steps` steps, for --warmup auto."""
+    """Return how many steps --warmup auto gives to the warm-up, in a schedule of `steps` steps."""
     least, most = WARMUP_LIMITS
     warmup = min(max(steps // 4, least), most)
-    if SCHEDULES[cfg.schedule].stable:  # the decay needs its steps, also in a short run
+    if SCHEDULES[cfg.schedule].stable:  # in a short run, the warm-up leaves room for the decay
         warmup = min(warmup, max(0, steps - decay_length(cfg.decay_steps, steps)))
     return warmup
 
@@ -530,8 +535,9 @@ def automatic_warmup(cfg: Config, steps: int) -> int:
 def check_schedule_fits(
     cfg: Config, warmup: int, steps: int, start_step: int, decides_end: bool
 ) -> None:
-    """Raise ValueError if the warm-up, or the warm-up and the decay of wsd, do not fit into the
-    steps of the schedule. decides_end: whether this command decides where the schedule ends."""
+    """Raise ValueError if the schedule's `steps` are too few for the warm-up, or for the warm-up
+    and the decay of wsd together. decides_end: whether this command decides where the schedule
+    ends. If it does not, the decay was checked by the command that did."""
     if cfg.warmup is not None and warmup > steps:
         raise ValueError(
             f"--warmup {warmup} is longer than the {steps} steps of the schedule. Choose at most "
@@ -561,12 +567,12 @@ def learning_rate(run: Run, step: int) -> float:
     """Return the learning rate of a step, counted from 0.
 
     It rises linearly to lr in the warm-up. Then it follows --schedule. With cosine and wsd it is
-    min_lr * lr from the end of the schedule on. Example, where the last row says how the numbers of
-    the decay arise: --schedule wsd --steps 10 --warmup 2 --decay-steps 4 --lr 1 --min-lr 0
+    min_lr * lr from the end of the schedule on. For example, with --schedule wsd --steps 10
+    --warmup 2 --decay-steps 4 --lr 1 --min-lr 0 the decay begins at step 6:
 
         step   0    1    2    3    4    5    6    7    8     9     10
-        rate   0.5  1    1    1    1    1    1    0.5  0.29  0.13  0
-        done                                 0    1/4  2/4   3/4   1      rate = 1 - sqrt(done)
+        done                                 0    1/4  2/4   3/4   1    fraction of the decay
+        rate   0.5  1    1    1    1    1    1    0.5  0.29  0.13  0    1 - sqrt(done) in the decay
     """
     cfg, recorded = run.cfg, run.meta["config"]
     warmup, end = recorded["warmup_steps"], recorded["schedule_steps"]
@@ -592,17 +598,19 @@ warnings.filterwarnings("ignore", "Attempting to run cuBLAS")
 
 
 def use_expandable_segments() -> None:
-    """Let PyTorch's allocator map memory where a block needs it, unless the environment configures
-    the allocator. Otherwise, the gaps between the activations that layers save add up to
-    gigabytes."""
+    """Turn on expandable segments in PyTorch's allocator, unless the environment configures it.
+
+    An expandable segment grows by mapping more memory to its end. With segments of fixed sizes, the
+    gaps between the activations that layers save would add up to gigabytes."""
     if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & set(os.environ):
         torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
 
 
 def choose_device(cfg: Config, local_rank: int) -> torch.device:
-    """Return this process's device, and make it the current one if it is a GPU. Raises ValueError
-    if this process has no GPU, if it falls back to a CPU that would take hours per step, or if
-    PyTorch is too old."""
+    """Return this process's device, and make it the current one if it is a GPU.
+
+    Raises ValueError in three cases: this node has fewer GPUs than processes, --device auto finds
+    no GPU and a step would take hours on the CPU, or PyTorch is too old."""
     if torch.__version__ < "2.11":  # a TorchVersion, which compares numbers: 2.9 is smaller
         raise ValueError(f"torch {torch.__version__} is too old: train.py needs at least 2.11")
     gpus = torch.cuda.device_count()
@@ -650,7 +658,7 @@ def extend_positions(
     elif source and kind != "theta":
         needed = 0  # an imported model supports more positions only if --rope-scaling says so
     elif rope_kind(model.rope_scaling) == "yarn":
-        needed = 0  # YaRN's length is its factor times the original length, and an export says so
+        needed = 0  # with YaRN, max_positions is always factor * original length, also in an export
     else:
         needed = cfg.seq
     return replace(model, max_positions=max(model.max_positions, needed))
@@ -662,10 +670,10 @@ def find_model(
     """Return the model that the flags or the checkpoint to resume name: its name, the model, its
     config.json, and a function that reads its first weights.
 
-    name          of MODELS; `auto` if the model was imported, now or by the run to resume
-    model         without --rope-scaling
-    config.json   a dict; {} unless the model was imported, now or by the run to resume
-    the function  name -> tensor if the model is imported now, else None
+    name          a key of MODELS. If this command or the run to resume imported the model: `auto`
+    model         --rope-scaling is not applied yet
+    config.json   the dict of the imported model, or {} if the model was not imported
+    the function  name -> tensor, if this command imports the model; otherwise None
 
     Raises ValueError if two flags contradict each other, or if the import cannot be read.
     """
@@ -706,11 +714,11 @@ def choose_model(
 
     flags         cfg with values for --model, --seq and --lr if they were `auto`. --model stays
                   `auto` for an imported model
-    model         with --rope-scaling
+    model         --rope-scaling is applied
     the last two  as find_model returns them
 
-    Raises ValueError, also if the checkpoint to resume is of another model. Only --rope-scaling may
-    change the model on resume: it may be new, or extend scaling of the same kind.
+    Raises ValueError, for example if the checkpoint to resume is of another model. Only one flag
+    may change the model on resume: --rope-scaling may add a scaling, or extend one of its own kind.
     """
     name, model, source, read_weights = find_model(cfg, device, resumed)
     default_lrs = {"tiny": 3e-3, "160m": 6e-4, "auto": 2e-5}  # "auto": an imported model
@@ -767,8 +775,8 @@ def tokenise_sources(
 def open_sources(
     cfg: Config, model: ModelConfig, paths: list[str], own_folders: list[str]
 ) -> tuple[list[tuple[Corpus, Corpus | None]], int]:
-    """Return (training data, validation data or None) of each source, and --document-token or what
-    the files say about it. Raises ValueError or OSError."""
+    """Return (training data, validation data or None) of each source, and the id that ends each
+    document (choose_document_token). Raises ValueError or OSError."""
     opened = [open_corpus(path, model.vocab, own_folders) for path in paths]
     corpora = all_corpora(opened)
     check_apart(corpora)
@@ -789,8 +797,9 @@ def all_corpora(opened: list[tuple[Corpus, Corpus | None]]) -> list[Corpus]:
 
 
 def open_data(cfg: Config, model: ModelConfig) -> tuple[Config, Mixture, Mixture, str]:
-    """Return the flags with --document-token, training and validation sequences, and a fingerprint
-    of the data files. Raises ConfigError. A collective of all ranks."""
+    """Return the flags, the training and validation sequences, and a fingerprint of the data files.
+    In the flags, document_token is no longer `auto`. Raises ConfigError. A collective of all
+    ranks."""
     sources = all_or_none(parse_mixture, cfg.data)
     paths = [source.path for source in sources]
     # files that the run writes are not data
@@ -827,8 +836,9 @@ def try_folder(folder: str) -> None:
 def check_folders(
     cfg: Config, model: ModelConfig, source: dict, resumed: checkpoint.Checkpoint | None
 ) -> None:
-    """Raise ValueError unless --out and --export can be written, and the export overwrites no file
-    and drops nothing of the model."""
+    """Check before the training that its results can be written. Raise ValueError if --out or
+    --export cannot be written, if the export would overwrite files, or if Hugging Face's format
+    cannot express the model."""
     resumed_step = resumed.meta["step"] if resumed else None
     try_folder(cfg.out)
     for name in ("lock", "log.jsonl"):
@@ -859,11 +869,11 @@ def choose_plans(
 ) -> tuple[list[costs.Plan], Hardware]:
     """Return the best plans by predicted time, and the hardware that they are for.
 
-    The plans choose whatever the flags leave open, except the dtype. The hardware says how many
-    ranks there are, the profile of their devices, and the memory of the rank that has least.
-    kernel: the attention kernel that runs, whose measured rates predict its seconds. gpu_bytes: the
-    memory to plan for, instead of this GPU's. Raises ConfigError. A collective of all ranks, which
-    all get the same plans.
+    The plans choose all that the flags leave open, except the dtype, which cfg must name. The
+    hardware says how many ranks there are, the profile of their devices, and the memory of the rank
+    that has least. kernel: the attention kernel that runs; the profile's rates of this kernel
+    predict its seconds. gpu_bytes: the memory to plan for, instead of this GPU's. Raises
+    ConfigError. A collective of all ranks, which all get the same plans.
     """
     world = dist.get_world_size()
     per_node = int(os.environ.get("LOCAL_WORLD_SIZE", world))
@@ -892,8 +902,8 @@ def device_name(device: torch.device) -> str:
 def choose_flags(
     command_flags: dict,
 ) -> tuple[Config, checkpoint.Checkpoint | None, dict[str, int]]:
-    """Return the flags, the checkpoint to resume (or None), and the steps of the schedule
-    (lay_out_schedule). Raises ConfigError. A collective of all ranks."""
+    """Return the flags, the checkpoint to resume (or None), and how many steps the warm-up and the
+    schedule have (lay_out_schedule). Raises ConfigError. A collective of all ranks."""
     cfg = all_or_none(lambda: Config(**command_flags))
     may_differ = {"host_memory", "gpu_memory"}  # the smallest value of all ranks counts
     check_same(
@@ -919,12 +929,13 @@ def make_meta(
     training: Mixture,
     data_fingerprint: str,
 ) -> dict:
-    """Return what meta.json of each checkpoint says, beside the step, the samples and the files.
+    """Return the part of meta.json that is the same in all checkpoints of this command. Each
+    checkpoint adds its step, its samples and its files.
 
     source: config.json of the imported model, or {}. schedule: from lay_out_schedule.
     """
-    # All that the losses depend on. On a CPU the number of threads is a part of it, because the
-    # threads share each sum, and so change its rounding
+    # "config" has all that the losses depend on. This includes the number of CPU threads: each
+    # thread adds up a part of a sum, so their number changes how the sum is rounded
     config = asdict(cfg) | {
         "the data": data_fingerprint,
         "threads": torch.get_num_threads(),
@@ -981,7 +992,7 @@ def configure(command_flags: dict, local_rank: int) -> Run:
     start_step = start_samples = 0
     if resumed:
         start_step = resumed.meta["step"]
-        # if --seq has changed, a sequence of this run is more or less than one of the old run
+        # count the old run's tokens in sequences of this run, because --seq may have changed
         start_samples = resumed.meta["samples"] * resumed.meta["config"]["seq"] // cfg.seq
 
     run = Run(
@@ -1076,9 +1087,9 @@ def print_model(run: Run) -> None:
 
 
 def print_data(run: Run) -> None:
-    """Print the size of the data, where documents end, and whether an import's tokenizer lies
-    unused. If there are several sources, also print for each one its share of the samples, its
-    size, and how many epochs of it the steps take."""
+    """Print the size of the data, where documents end, and a note if the imported model has a
+    tokenizer that the run does not use. If there are several sources, also print for each one its
+    share of the samples, its size, and how many epochs of it the steps take."""
     cfg = run.cfg
     sources = run.training.sources
     files = [file for source in sources for file in source.corpus.files]
@@ -1103,9 +1114,9 @@ def print_data(run: Run) -> None:
     samples = run.start_samples + cfg.batch * max(0, cfg.steps - run.start_step)
     epochs = run.training.epochs(samples)
     for k, path in enumerate(paths):
-        part = run.training.shares[k] / sum(run.training.shares)
+        fraction = run.training.shares[k] / sum(run.training.shares)
         print0(
-            f"source {path}: {part:.1%} of the samples; {describe_sources(run, [k])}; "
+            f"source {path}: {fraction:.1%} of the samples; {describe_sources(run, [k])}; "
             f"{epochs[k]:.2f} epochs until step {cfg.steps}"
         )
 
@@ -1122,8 +1133,8 @@ def describe_sources(run: Run, numbers: Iterable[int]) -> str:
 
 
 def plan_in_words(plan: costs.Plan) -> str:
-    """Return the choices of a plan in one line. A way to split the model is left out if one rank
-    does it all.
+    """Return the choices of a plan in one line. Leave out tp, pp, sp, ring and head groups that
+    are 1.
 
     Example: a step is 1 data-parallel rank x 1 micro-batch x 16 sequences; model states are not
     sharded; activations: keep all
@@ -1177,17 +1188,18 @@ def print_plan(run: Run, other_plans: Sequence[costs.Plan] = ()) -> None:
             print0(line)
 
 
-WATCH_SECONDS = 0.5  # between two looks at the host's memory
-LAST_SHARE = 0.02  # of the host's memory. If less is left, a run warns: Linux may soon kill it
+WATCH_SECONDS = 0.5  # time between two looks at the host's memory
+LAST_SHARE = 0.02  # if no more than this fraction of the host's memory is left, a run warns
 
 
 @contextlib.contextmanager
 def host_memory_watch(plan: costs.Plan) -> Iterator[None]:
     """Print a message before Linux kills this run because no host memory is left.
 
-    While the `with` block runs, a thread on the first rank of each node looks at what is left. Once,
-    it prints what was planned, what its process takes, and a --host-memory that would leave an
-    eighth free. It ends nothing: the memory may be another process's, and may come back.
+    While the `with` block runs, a thread on the first rank of each node watches how much memory is
+    left. When too little is left, it prints one warning: how much the plan takes, how much its own
+    process takes, and a --host-memory that would leave an eighth free. It does not stop the run,
+    because another process may hold the memory, and may free it.
     """
     finished = threading.Event()
     rank, per_node = dist.get_rank(), max(1, plan.per_node)
@@ -1204,8 +1216,8 @@ def host_memory_watch(plan: costs.Plan) -> Iterator[None]:
             smaller = limit * 7 / 8 - of_others - per_node * beyond_plan
             advice = f", or pass --host-memory {flag_size(smaller)}" if smaller > 0 else ""
             print(
-                f"WARNING: of {in_unit(limit)} of host memory on {os.uname().nodename} ({name}) only "
-                f"{in_unit(left)} are left, and Linux may kill this run now. A rank's plan takes "
+                f"WARNING: of {in_unit(limit)} of host memory on {os.uname().nodename} ({name}) "
+                f"only {in_unit(left)} are left, and Linux may kill this run now. A rank's plan takes "
                 f"{in_unit(plan.host_bytes)}, and the process of rank {rank} takes "
                 f"{in_unit(taken)}. End other processes{advice}",
                 file=sys.stderr,

@@ -1,5 +1,5 @@
-"""Forks of a few lines. Each one adds rows to a table, such as model.ARCHITECTURES or
-optim.OPTIMIZERS, and a flag of train.py chooses a row.
+"""Forks of a few lines. Each example adds one or more rows to a table, such as
+model.ARCHITECTURES or optim.OPTIMIZERS, and a flag of train.py chooses a row by its name.
 
 To switch one on, write `import examples.NAME` in train.py, below its other imports, and pass its
 flag. For example, `import examples.gemma` and `python train.py --architecture gemma`. A checkpoint
@@ -34,8 +34,8 @@ Other changes need no example. This table says where to make them:
 
     attention and MLP side by side           Block.post: both read norm1 (project(..., self.norm,
                                              x, self.norm1.weight)), and their sum is added to x
-    latent attention (MLA)                   Block.__init__ and pre; a matrix that holds several
-                                             outputs names them by `parts`
+    latent attention (MLA)                   Block.__init__ and pre. If one matrix computes several
+                                             outputs, its `parts` says the rows of each
     a layer without rotary angles (NoPE)     Block.pre, by an attribute that LLaMA.__init__ sets
     z-loss, label smoothing                  LLaMA.apply_head
     a head for the token after the next      LLaMA.apply_head, with labels_ahead = 2

@@ -1,10 +1,10 @@
 """Add an attention kernel: two functions, and a row of attention.KERNELS.
 
 ALiBi (arXiv 2108.12409) subtracts from each score a penalty that grows with the distance between
-query and key. The slope depends on the head. These are the paper's slopes for 8 heads: 1/2, 1/4,
-..., 1/256. Head 8 begins again with 1/2. So the kernel must know which heads of the model it
-computes: `mask.heads` says so. On a ring, `mask.heads` is unknown for some blocks of keys, so
-`--ring` refuses this kernel.
+query and key. The penalty's slope depends on the head: 1/2, 1/4, ..., 1/256 for heads 0 to 7, as
+in the paper. Head 8 begins again with 1/2. So the kernel must know which heads of the model it
+computes: `mask.heads` says so. On a ring, `mask.heads` is None for blocks of keys from other ranks,
+so `--ring` refuses this kernel.
 
 To switch it on, write `import examples.alibi` in train.py, below its other imports, and pass
 `--attention alibi` on a CPU. The empty tuple in the row says that the kernel runs on no GPU. To

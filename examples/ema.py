@@ -10,10 +10,10 @@ finite, leaves the average as it is. Training itself and the losses in the log a
 
 To switch it on, write `import examples.ema` in train.py, below its other imports, and pass
 `--optimizer ema`. The state is sharded, moved to the host (`--os-place host`), saved, resumed and
-counted by the planner like AdamW's: 16 P/os bytes instead of 12 P/os, or on the host 14 P/os
-instead of 10 P/os. `--export` writes the average (`exported="ema"`), and evaluations use the
-weights themselves. A run that was trained without an average cannot be resumed with one, and is
-refused by name.
+counted by the planner like AdamW's. Each of the model's P parameters takes 4 bytes more: 16 P/os
+bytes instead of 12 P/os, or on the host 14 P/os instead of 10 P/os. `--export` writes the average
+(`exported="ema"`), and evaluations use the weights themselves. A run that was trained without an
+average cannot be resumed with one: an error says so.
 
 `averaged` takes any row of OPTIMIZERS. For Muon, import examples.muon here, and write
 OPTIMIZERS["muon"] instead of the first ADAMW in the last line.
@@ -36,7 +36,7 @@ def averaged(optimizer: Optimizer) -> Optimizer:
         master, ema = u.states["master"], u.states["ema"]
         t = u.step.to(master.dtype)
         keep = ((1 + t) / (10 + t)).clamp(max=DECAY)
-        ema.lerp_(master, torch.where(u.finite, 1 - keep, 0))  # by 0: it stays as it is
+        ema.lerp_(master, torch.where(u.finite, 1 - keep, 0))  # a factor of 0 changes nothing
 
     states = (*optimizer.states, State("ema", starts_as_weight=True))
     return replace(optimizer, update=update, states=states, exported="ema")

@@ -7,7 +7,7 @@
 To switch it on, write `import examples.gelu` in train.py, below its other imports, and pass
 `--architecture gelu` or `--architecture geglu`. Token chunks and all kinds of parallelism follow.
 `--init hf:DIR` and `--export` are refused, because hf.py knows only SwiGLU. The planner counts the
-bytes that a layer saves. Of temporary tensors and of seconds, it counts too many for `gelu`.
+bytes that a layer saves. For `gelu` it overestimates temporary tensors and seconds.
 """
 
 import functools

@@ -2,7 +2,7 @@
 
 Each of a layer's four matrices W gets two small ones, A (r, cols) and B (rows, r). The product is
 x W^T + alpha / r * (x A^T) B^T. A starts random, B starts as 0, and only A and B train. All other
-weights are frozen. They take 2/p bytes per parameter, and are gathered if p > 1, but they have no
+weights are frozen: they take 2/p bytes per parameter, and are gathered if p > 1, but have no
 gradients and no optimizer states. With r = 16, the adapters of an 8B model have 36 million
 parameters. Their weights, gradients and states take 0.5 GiB; those of the whole model would take
 15 + 15 + 90 GiB. A layer saves 4 r more elements per token, and runs norms and SwiGLU twice.
