@@ -838,8 +838,8 @@ class _HeadLoss(Function):
     tokens would take 15.6 GiB (V = 32,000). A chunk has at most LOSS_ELEMENTS logits.
 
     Why groups: with a large vocabulary a chunk has few tokens, 1,024 for V = 128,256. The product
-    dW += dlogits^T x reads and writes all of dW. With so few tokens, this takes about as long as the
-    arithmetic. So the chunks of a group write their gradients into one tensor, dlogits, and the
+    dW += dlogits^T x reads and writes all of dW. With so few tokens, this takes about as long as
+    the arithmetic. So the chunks of a group write their gradients into one tensor, dlogits, and the
     group has one product. dlogits is in x's dtype. In bf16 it takes half as many bytes per token as
     the logits, which are in float32.
 

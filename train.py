@@ -1217,8 +1217,8 @@ def host_memory_watch(plan: costs.Plan) -> Iterator[None]:
             advice = f", or pass --host-memory {flag_size(smaller)}" if smaller > 0 else ""
             print(
                 f"WARNING: of {in_unit(limit)} of host memory on {os.uname().nodename} ({name}) "
-                f"only {in_unit(left)} are left, and Linux may kill this run now. A rank's plan takes "
-                f"{in_unit(plan.host_bytes)}, and the process of rank {rank} takes "
+                f"only {in_unit(left)} are left, and Linux may kill this run now. A rank's plan "
+                f"takes {in_unit(plan.host_bytes)}, and the process of rank {rank} takes "
                 f"{in_unit(taken)}. End other processes{advice}",
                 file=sys.stderr,
                 flush=True,

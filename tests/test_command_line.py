@@ -295,7 +295,9 @@ def refused_on_two(folder: str, ports: list[int]) -> None:
         try:
             main(f"--timeout 30 --out {folder}/out {flags.format(rank=rank)}")
         except train.ConfigError as e:
-            print(f"{flags} on {rank}: {e}", flush=True)
+            # one write: the other rank's line must not come between the text and its end
+            sys.stdout.write(f"{flags} on {rank}: {e}\n")
+            sys.stdout.flush()
         dist.destroy_process_group()
     os._exit(0)
 

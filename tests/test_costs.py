@@ -716,9 +716,9 @@ def test_predictions_are_what_was_measured():
     predicted to be the fastest was the fastest.
 
     Only rows of one commit are ordered, because two commits are two programs, and only if the
-    profile has the network and the kernel of the measured machine. The ranges below are as narrow as the measurements
-    allow; a comment says why a group of rows has a range of its own. Catches seconds or bytes far
-    from what GPUs took.
+    profile has the network and the kernel of the measured machine. The ranges below are as narrow
+    as the measurements allow; a comment says why a group of rows has a range of its own. Catches
+    seconds or bytes far from what GPUs took.
     """
     sys.path.insert(0, str(ROOT / "results"))
     import report
