@@ -1192,6 +1192,14 @@ WATCH_SECONDS = 0.5  # time between two looks at the host's memory
 LAST_SHARE = 0.02  # if no more than this fraction of the host's memory is left, a run warns
 
 
+def host_memory_advice(smaller: float) -> str:
+    """Return what to do if host memory is short. smaller: the bytes per node that --host-memory
+    could be; no such flag helps if they are not positive."""
+    if smaller <= 0:
+        return "End other processes"
+    return f"End other processes, or pass --host-memory {flag_size(smaller)}"
+
+
 @contextlib.contextmanager
 def host_memory_watch(plan: costs.Plan) -> Iterator[None]:
     """Print a message before Linux kills this run because no host memory is left.
@@ -1214,12 +1222,11 @@ def host_memory_watch(plan: costs.Plan) -> Iterator[None]:
             of_others = max(0, limit - left - per_node * taken)
             beyond_plan = max(0, taken - plan.host_bytes)
             smaller = limit * 7 / 8 - of_others - per_node * beyond_plan
-            advice = f", or pass --host-memory {flag_size(smaller)}" if smaller > 0 else ""
             print(
                 f"WARNING: of {in_unit(limit)} of host memory on {os.uname().nodename} ({name}) "
                 f"only {in_unit(left)} are left, and Linux may kill this run now. A rank's plan "
                 f"takes {in_unit(plan.host_bytes)}, and the process of rank {rank} takes "
-                f"{in_unit(taken)}. End other processes{advice}",
+                f"{in_unit(taken)}. {host_memory_advice(smaller)}",
                 file=sys.stderr,
                 flush=True,
             )
@@ -1245,11 +1252,10 @@ def warn_of_short_host_memory(plan: costs.Plan) -> None:
     available = min(gather_objects(min(memory.left for memory in host_memories())))
     needed = plan.host_bytes * plan.per_node
     if needed > available:
-        smaller = available * 7 / 8
-        advice = f", or pass --host-memory {flag_size(smaller)}" if smaller > 0 else ""
         print0(
             f"WARNING: this plan takes {in_unit(needed)} of host memory per node, and a node has "
-            f"only {in_unit(available)} left. Linux may kill this run. End other processes{advice}"
+            f"only {in_unit(available)} left. Linux may kill this run. "
+            f"{host_memory_advice(available * 7 / 8)}"
         )
 
 
@@ -2276,8 +2282,7 @@ def train(
         check_stop(state, stop, row, batch)
         evaluates = evaluates and not stop.reason
 
-        # evaluate. The memory of planned steps is freed first, because evaluating, saving and
-        # exporting may need it
+        # evaluate. This, saving and exporting may need the memory of planned steps, so free it
         if memory and (evaluates or saves or state.stop_reason or last):
             memory.give_back()
         if evaluates:
@@ -2291,8 +2296,7 @@ def train(
         if not row["writing"]:
             saver.finish()  # all ranks have written their files, so the checkpoint gets its name
         unsaved = ", ".join(filter(None, [saver.failed, state.export_failed]))
-        memory_counts = memory.counts if memory else None
-        log_step(run, log, row | {"memplan": memory_counts}, unsaved)
+        log_step(run, log, row | {"memplan": memory.counts if memory else None}, unsaved)
 
         # save
         if saves:

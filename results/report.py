@@ -642,8 +642,9 @@ def rate_text(row: dict) -> str:
 
 def precisions(model: str = "") -> str:
     """Return a table of our tokens per second and GPU: products in bf16 or in float8, states in
-    float32 or in bf16. All rows ran FlashAttention-4. A setting of one model, or of all, is listed if
-    it ran with float8, or if another project has published it. Raises ValueError if there are none.
+    float32 or in bf16. All rows ran FlashAttention-4. A setting of one model, or of all, is listed
+    if it ran with float8, or if another project has published it. Raises ValueError if there are
+    none.
 
     Rows that may be too short are left out. A * marks the others of the rough clock. The gain of
     float8 is that of two rows of one commit."""

@@ -75,6 +75,7 @@ def test_bench_writes_its_rows(tmp_path, monkeypatch, capsys):
     for r in ours:
         assert r["tgs"] == approx(r["batch"] * r["seq"] / r["step_s"]) and r["model"] == "tiny"
         assert r["mfu_causal"] is None  # a CPU has no peak FLOP/s
+        assert r["host_rank_gib"] is None or 0.1 < r["host_rank_gib"] < 10
         assert r["bound_ratio"] > 0 and f"--seq {r['seq']} " in r["flags"]
         # the command trains by the plan that was measured
         flags = bench.train.parse(r["train_command"].partition("python train.py ")[2].split())

@@ -715,10 +715,9 @@ def test_predictions_are_what_was_measured():
     """Predictions are near what GPUs measured, in seconds and in bytes, and the setting that is
     predicted to be the fastest was the fastest.
 
-    Only rows of one commit are ordered, because two commits are two programs, and only if the
-    profile has the network and the kernel of the measured machine. The ranges below are as narrow
-    as the measurements allow; a comment says why a group of rows has a range of its own. Catches
-    seconds or bytes far from what GPUs took.
+    The order is compared only if the profile has the network and the kernel of the measured
+    machine. The ranges below are as narrow as the measurements allow; a comment says why a group of
+    rows has a range of its own. Catches seconds or bytes far from what GPUs took.
     """
     sys.path.insert(0, str(ROOT / "results"))
     import report
@@ -782,10 +781,13 @@ def test_predictions_are_what_was_measured():
     assert all(0.85 < r["now_s"] / r["step_s"] < 1.05 for r in unknown)
     questions = {}
     for r in known:
-        asked = r["question"], r["batch"], r["gpu"], r["gpus"], r.get("kernel"), r["commit"]
+        if r["table"] == "head":  # two programs that ran the same settings
+            continue
+        asked = r["question"], r["batch"], r["gpu"], r["gpus"], r.get("kernel")
         questions.setdefault(asked, []).append(r)
-    assert sum(len(asked) > 1 for asked in questions.values()) >= 28
+    assert sum(len(asked) > 1 for asked in questions.values()) >= 27  # else nothing is compared
     for asked in questions.values():
         fastest_now = min(asked, key=lambda r: r["now_s"])
-        # 0.2 % is a tie: the same step, measured twice on one machine, differs by as much or more
-        assert fastest_now["step_s"] <= 1.002 * min(r["step_s"] for r in asked), asked
+        # or it tied: the same step, measured twice on one machine, differs by as much or more
+        fastest_s = min(r["step_s"] for r in asked)
+        assert fastest_now["step_s"] <= (1 + planner.TIE) * fastest_s, asked
