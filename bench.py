@@ -97,6 +97,8 @@ SHORT_SEQ = {"cuda": 4096, "cpu": 256}  # tokens of a short sequence, by device
 # Short sequences per rank in a step of tables machine and step. With one sequence of 4K tokens per
 # rank, launching kernels and the update would take most of a step, and nobody trains like this
 SHORT_SEQS_PER_RANK = {"cuda": 16, "cpu": 4}
+# A step of ours that is predicted to take longer is warmed up by a step of fewer layers
+SHALLOW_WARM_UP_SECONDS = 180
 # the most seconds that a step of one long sequence may take by prediction, with --quick or on a CPU
 QUICK_SECONDS = 4
 
@@ -194,8 +196,9 @@ def peer_run(bench: Bench, cfg: Config) -> Run:
 # ---------------------------------------------------------------------------- clocks
 
 
-def clock(bench: Bench, step: Callable, repeats: int) -> float:
-    """Return the median seconds of `repeats` steps, after one step that does not count.
+def clock(bench: Bench, step: Callable, repeats: int, first_counts: bool = False) -> float:
+    """Return the median seconds of `repeats` steps, after one step that does not count. With
+    first_counts, there is no such step before them.
 
     A step's time is from the end of the previous step's computation to the end of its own. As in
     train.py, a step begins while copies and broadcasts of the previous step may still run.
@@ -203,8 +206,13 @@ def clock(bench: Bench, step: Callable, repeats: int) -> float:
     gc.collect()
     gc.freeze()  # as train.py does
     ends = []
+    if first_counts:
+        if bench.gpu:
+            torch.cuda.synchronize()
+        gather_objects(None)  # so that no rank's time contains what another rank still builds
+        ends.append(time.perf_counter())
     try:
-        for _ in range(1 + repeats):
+        for _ in range(repeats if first_counts else 1 + repeats):
             step()
             if bench.gpu:
                 torch.cuda.current_stream().synchronize()
@@ -218,7 +226,8 @@ def device_seconds(bench: Bench, work: Callable) -> float:
     """Return the median seconds of work() on the device.
 
     It runs again and again for two seconds (on a CPU, a tenth of a second). Only the later half of
-    the times counts, because by then a GPU's clock rate has fallen to what it holds under load. A
+    the times counts, because by then a GPU's clock rate has fallen to what it holds under load. If
+    work() alone takes longer than two seconds, it runs twice, and the second time counts. A
     pause on the GPU comes first, during which the host queues the calls. So no kernel waits for the
     host.
     """
@@ -238,7 +247,10 @@ def device_seconds(bench: Bench, work: Callable) -> float:
         return begin.elapsed_time(end) / 1000 / calls
 
     time_calls(1)  # compiles
-    calls = max(1, min(16, int(0.04 / time_calls(1))))  # a queue has room for a thousand launches
+    seconds = time_calls(1)
+    if seconds > 2:  # the first call was so long that the clock rate has fallen already
+        return seconds
+    calls = max(1, min(16, int(0.04 / seconds)))  # a queue has room for a thousand launches
     start = time.perf_counter()
     times = []
     while len(times) < 2 or time.perf_counter() - start < (2 if bench.gpu else 0.1):
@@ -364,12 +376,30 @@ def timed_steps(bench: Bench, run: Run) -> int:
     return max(1, min(10 if bench.gpu else 3, int(20 / run.plan.step_s)))
 
 
-def time_step(bench: Bench, step: Step) -> float:
-    """Warm a step up, and return its median seconds. A collective."""
+def shallow_run(run: Run) -> Run:
+    """Return the run of a model with as few layers as its pipeline allows, whose step uses the same
+    kernels on the same shapes. A collective."""
+    plan = run.plan
+    names = "sp ring tp pp pp_chunks micro_batch head_groups os_layout".split()
+    if plan.recompute == "auto":
+        names.append("chunk")
+    flags = asdict(plan.factors) | {name: getattr(plan, name) for name in names}
+    # few layers fit on the GPU with all that they keep
+    cfg = replace(run.cfg, **flags, os_place="gpu", resident_states=None, resident_layers=None)
+    model = replace(plan.model, layers=max(2, plan.pp * plan.pp_chunks))
+    plans, cluster = train.choose_plans(cfg, model, run.device, run.kernel)
+    return replace(run, cfg=cfg, plan=plans[0], hardware=cluster)
+
+
+def time_step(bench: Bench, step: Step, warm: bool = False) -> float:
+    """Warm a step up, and return its median seconds. A collective. warm: its kernels were used
+    before, so that already the first step counts."""
     repeats = timed_steps(bench, step.run)
     if step.memory:
         # replay.py records the third step, and may capture the fourth as a CUDA graph
         warm_up_steps = 4
+    elif warm:
+        return clock(bench, step, repeats, first_counts=True)
     elif repeats > 1:
         warm_up_steps = 3 if repeats > 5 else 1
     else:
@@ -379,6 +409,17 @@ def time_step(bench: Bench, step: Step) -> float:
     if warm_up_steps:
         release(bench)
     return clock(bench, step, repeats)
+
+
+def warm_up_shallow(bench: Bench, run: Run) -> str:
+    """Run one step of a model with few layers, which compiles and loads all kernels of a long step
+    in a part of its time. Return in words what it did. A collective."""
+    shallow = shallow_run(run)
+    with make_step(shallow) as step:
+        step()
+    del step
+    release(bench)
+    return f"a step with {shallow.plan.model.layers} layers"
 
 
 def measure_row(bench: Bench, row: Row, look: Callable) -> dict:
@@ -410,8 +451,12 @@ def measure_row(bench: Bench, row: Row, look: Callable) -> dict:
             knows_peak = reset_host_peak()
             if not row.peer:  # a peer has no plan for the host's memory
                 cleanup.enter_context(train.host_memory_watch(run.plan))
+            # A peer is always warmed up by whole steps, so that no kernel is new in a timed step
+            warm = row.peer is None and run.plan.step_s > SHALLOW_WARM_UP_SECONDS
+            if warm:
+                result["warm_up"] = warm_up_shallow(bench, run)
             step = cleanup.enter_context(build_step(row, run))
-            seconds = time_step(bench, step)
+            seconds = time_step(bench, step, warm)
             result |= look(bench, step)
         except (torch.OutOfMemoryError, ConfigError, ImportError) as e:
             result["error"] = str(e)[:600]

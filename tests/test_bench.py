@@ -562,3 +562,48 @@ def test_clock_warms_up_at_least_once():
             time.sleep(next(seconds))
 
     assert bench.time_step(SimpleNamespace(gpu=False), SlowFirst()) < 0.1
+
+
+def test_clock_counts_the_first_step_if_it_is_told_so(monkeypatch):
+    """A step that is warm already is timed once, from the end of what ran on the GPU before.
+
+    Catches a time that contains the step that warmed up.
+    """
+    gpu = FakeGpu()
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: gpu)
+    monkeypatch.setattr(torch.cuda, "synchronize", gpu.synchronize)
+    monkeypatch.setattr(bench, "gather_objects", lambda _: None)  # there is one rank
+    monkeypatch.setattr(bench.time, "perf_counter", lambda: gpu.now)
+    gpu.step(5.0)
+    steps = iter([2.0])
+    seconds = bench.clock(SimpleNamespace(gpu=True), lambda: gpu.step(next(steps)), 1, True)
+    assert seconds == approx(2.0, rel=0.01)
+
+
+def test_bench_warms_up_a_long_step_with_few_layers(group, monkeypatch):
+    """If a step is predicted to be long, a step with two layers runs before it, on the same shapes.
+
+    The threshold is lowered, so that a short step counts as long. Catches a warm-up whose kernels
+    differ from those of the row, a row that times the model with two layers, and a peer that is
+    warmed up like this: its compiler may compile anew for another number of layers.
+    """
+    monkeypatch.setattr(bench, "SHALLOW_WARM_UP_SECONDS", 0)
+    monkeypatch.setattr(bench, "kernel_seconds", lambda *_: 1.0)
+    monkeypatch.setattr(bench, "timed_steps", lambda *_: 1)
+    torch.compiler.set_stance("force_eager")
+    ran = []
+    call = peers.Step.__call__
+    monkeypatch.setattr(peers.Step, "__call__", lambda step: (ran.append(step.run), call(step))[1])
+    table = bench.Bench(torch.device("cpu"), 0, 1, True, Path(), {})
+    flags = "--model tiny --seq 512 --batch 2 --micro-batch 1"
+    ours = bench.Row("ours", f"{flags} --chunk 128 --head-groups 2")
+    result = bench.measure_row(table, ours, lambda *_: {})
+    assert result["warm_up"] == "a step with 2 layers"
+    shallow, run = ran
+    assert (shallow.plan.model.layers, run.plan.model) == (2, MODELS["tiny"])
+    for name in ("factors", "sp", "chunk", "micro_batch", "head_groups"):
+        assert getattr(shallow.plan, name) == getattr(run.plan, name), name
+
+    result = bench.measure_row(table, bench.Row("fsdp2 none", flags), lambda *_: {})
+    assert "warm_up" not in result
+    assert all(run.plan.model == MODELS["tiny"] for run in ran[2:])
