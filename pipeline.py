@@ -180,9 +180,17 @@ class Link:
     on. With gloo, the host itself waits.
     """
 
-    def __init__(self, group: dist.ProcessGroup):
+    def __init__(self, group: dist.ProcessGroup, operation: Callable, device: torch.device):
+        """operation: what this rank does with messages, dist.isend or dist.irecv. A collective of
+        the group.
+
+        NCCL connects two ranks when they launch their first message, and each launch returns only
+        when the partner has launched the same message. So the first message is sent here. In a
+        step, this stage could wait at one link while its partner waits at another: a deadlock.
+        """
         self.group = group  # this rank and its partner
         self.sending = deque()  # (tensor, work): the tensor has to live until it is sent
+        self.launch(operation, torch.zeros(1, device=device)).wait()
 
     def launch(self, operation: Callable, x: Tensor) -> dist.Work:
         """Launch dist.isend or dist.irecv of x.
@@ -230,11 +238,12 @@ class Links:
                 link.finish()
 
 
-def make_links(groups: Groups, virtual_stages: int) -> Links:
+def make_links(groups: Groups, virtual_stages: int, device: torch.device) -> Links:
     """Make this stage's links. Each pair of neighbours has a communicator for x and another one for
     dx, so that no message waits for a message of another link. A collective of all ranks.
 
-    If V > 1, the stage after the last one is the first one: a sequence goes round.
+    If V > 1, the stage after the last one is the first one: a sequence goes round. All ranks make
+    links in the same order, pair by pair, so that none waits for a partner that waits for it.
     """
     links = Links()
     pairs = groups.pp if virtual_stages > 1 else groups.pp - 1
@@ -249,11 +258,11 @@ def make_links(groups: Groups, virtual_stages: int) -> Links:
         for_x = groups.by_position(f"x from stage {before}", pair_of)
         for_dx = groups.by_position(f"dx to stage {before}", pair_of)
         if groups.stage == before:
-            links.x_out = Link(for_x)
-            links.dx_in = Link(for_dx)
+            links.x_out = Link(for_x, dist.isend, device)
+            links.dx_in = Link(for_dx, dist.irecv, device)
         if groups.stage == after:
-            links.x_in = Link(for_x)
-            links.dx_out = Link(for_dx)
+            links.x_in = Link(for_x, dist.irecv, device)
+            links.dx_out = Link(for_dx, dist.isend, device)
     return links
 
 
@@ -276,7 +285,7 @@ class Pipeline:
     overlap: bool = True  # receive a message one pass ahead
 
     def __post_init__(self):
-        self.links = make_links(self.groups, len(self.virtual_stages))
+        self.links = make_links(self.groups, len(self.virtual_stages), self.device)
         # run_detached needs a tensor that requires a gradient, so that autograd records a graph
         self.root = torch.zeros((), device=self.device, requires_grad=True)
 

@@ -2,9 +2,11 @@
 
 import itertools
 from dataclasses import replace
+from datetime import timedelta
 from types import SimpleNamespace
 
 import torch
+import torch.distributed as dist
 from pytest import approx
 
 import attention
@@ -101,6 +103,49 @@ def test_pipeline_order_is_torchs(stages, micro_batches, chunks):
         ]
         ours = pipeline.pipeline_order(stage, stages, chunks, micro_batches)
         assert [(p.forward, p.micro_batch, p.virtual_stage) for p in ours] == expected
+
+
+def first_messages_worker(case: dict) -> None:
+    """Run a step of a pipeline, whose links wait for the partner as NCCL's do, on each rank."""
+    launch, connected = pipeline.Link.launch, set()
+
+    def launch_like_nccl(link, operation, x):
+        if link not in connected:
+            connected.add(link)
+            dist.monitored_barrier(link.group, timeout=timedelta(seconds=20))
+        return launch(link, operation, x)
+
+    pipeline.Link.launch = launch_like_nccl
+    torch.compiler.set_stance("force_eager")
+    run, model, states = make_run(case, {}, CommStream)
+    train.load_random_weights(run, states)
+    batch = train.load_batch(run, 0)
+    model.warm_up(next(batch.micro_batches()))
+    train.run_step(model, states, batch, 1e-3, 1.0)
+    links = [link for link in vars(model.links).values() if link]
+    assert connected == set(links)
+
+
+@parametrize(
+    "line",
+    [
+        "2 pp=2",
+        "2 pp=2 micro=4",
+        "3 model=deeper pp=3",
+        "4 model=deep pp=4 parts=2 micro=4",
+        "4 model=deeper pp=2 parts=2 micro=2 g=2 os=2",
+    ],
+)
+def test_links_are_connected_before_the_first_step(line):
+    """No stage waits at the first message of a link while its partner waits at another link.
+
+    NCCL connects two ranks when they launch their first message. Each launch then returns only when
+    the partner has launched the same message. Here, a barrier of the two ranks does the same. With
+    one micro-batch, the first stage launches receiving dx before it has sent x. Catches links that
+    connect in the middle of a step, and so a step that never ends.
+    """
+    case = make_case(line)
+    on_ranks(case["ranks"], first_messages_worker, case)
 
 
 def random_starts(sequences: int, seq: int, seed: int) -> torch.Tensor:
