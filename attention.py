@@ -806,9 +806,9 @@ def merge(o: Tensor, lse: Tensor, o_more: Tensor, lse_more: Tensor) -> None:
     lse.copy_(lse_new)
 
 
-merge_into = compiled(merge)
+merge_into = compiled(merge, writes=True)
 # documents have any length, and one compiled kernel serves all lengths
-merge_document = compiled(merge, dynamic=True)
+merge_document = compiled(merge, dynamic=True, writes=True)
 
 
 def select_tokens(sequences: slice, tokens: slice, *tensors: Tensor) -> list[Tensor]:

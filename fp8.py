@@ -169,7 +169,7 @@ def product(
     return result if out is None else out.copy_(result)
 
 
-@compiled
+@compiled(writes=True)
 def add_into(out: Tensor, dw: Tensor) -> None:
     """Add dW to a sum of gradients, which is float32 unless --grad-sums dtype is set."""
     out.add_(dw)

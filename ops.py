@@ -61,20 +61,32 @@ IGNORE = -100  # a label that carries no loss
 # ---------------------------------------------------------------------------- token-wise kernels
 
 
-def compiled(fn: Callable, dynamic: bool | None = False) -> Callable:
+def compiled(
+    fn: Callable | None = None, *, dynamic: bool | None = False, writes: bool = False
+) -> Callable:
     """Return a function that runs fn as one fused kernel on a GPU, and as it is written on a CPU.
+    It is also a decorator, @compiled or @compiled(writes=True).
 
     By default each set of shapes gets a kernel of its own, so the order of its sums does not depend
     on the shapes that ran before. A run has few shapes: whole sequences, chunks, a shorter last
     chunk. dynamic=None compiles a kernel for any shape when a second shape appears.
     `torch.compiler.set_stance("force_eager")` turns the compilation off.
+
+    writes: fn writes into large arguments. PyTorch times an element-wise kernel with several block
+    sizes at its first call. Before that it saves the arguments that the kernel writes into: on the
+    GPU, or, if they do not fit, in page-locked memory of the host, which it keeps until the process
+    ends. For whole sequences these are gigabytes that no plan counts, and with many of them Linux
+    kills the run. So such a kernel takes the first block size, and is not timed.
     """
+    if fn is None:
+        return functools.partial(compiled, dynamic=dynamic, writes=writes)
+    options = {"triton.autotune_pointwise": False} if writes else None
 
     @functools.cache
     def kernel():  # compiled at the first call, because importing the compiler takes seconds
         # one function has many kernels: with and without gradients, whole sequences, chunks ...
         torch._dynamo.config.recompile_limit = 256
-        return torch.compile(fn, dynamic=dynamic)
+        return torch.compile(fn, dynamic=dynamic, options=options)
 
     @functools.wraps(fn)
     def run(x, *args):
@@ -84,6 +96,7 @@ def compiled(fn: Callable, dynamic: bool | None = False) -> Callable:
         return fn(x, *args)
 
     run.is_compiled = True
+    run.writes = writes
     return run
 
 
@@ -179,7 +192,7 @@ def split_rotate_forward(qkv, cos, sin, heads):
     return q, k, v.contiguous()
 
 
-@compiled
+@compiled(writes=True)
 def rotate_back_into(dy, cos, sin, dx):
     """Write into dx the gradient of heads (B, T, heads, D) before their rotation."""
     dx.copy_(rotate(dy, cos, -sin))
@@ -193,7 +206,7 @@ def swiglu_forward(gate_up):
     return (F.silu(gate) * up).to(gate_up.dtype)
 
 
-@compiled
+@compiled(writes=True)
 def swiglu_backward_into(gate, up, da, dgate, dup, needs_a):
     """Write the gradients of gate and up (N, F). Return a = silu(gate) * up, computed again, or
     None if nobody needs it."""

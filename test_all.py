@@ -1111,13 +1111,15 @@ def check_cases(cases: list[dict], folder: Path, first_step: int | None = None) 
         seed_delays(str(non_defaults))
         only_step = None if first_step is None else first_step + i
         start = time.perf_counter()
+        verdict = "right"
         try:
             with torch.compiler.set_stance(stance):
                 assert_equals_plain(case, groups, reference, folder, only_step)
         except AssertionError as e:
+            verdict = "WRONG"
             errors.append(f"{non_defaults}: {e}")
-        if dist.get_rank() == 0:
-            print(f"{time.perf_counter() - start:.1f} s for {non_defaults}", flush=True)
+        if dist.get_rank() == 0:  # at once, because a later case may never end
+            print(f"{verdict} in {time.perf_counter() - start:.1f} s: {non_defaults}", flush=True)
     assert not errors, (
         f"{len(errors)} of {len(cases)} cases are wrong; DELAY_SEED={DELAY_SEED} repeats their "
         "delays\n" + "\n".join(errors)

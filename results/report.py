@@ -211,7 +211,10 @@ def what_ran(row: dict) -> str:
     for pattern, words in OUR_WORDS:
         label = re.sub(pattern, words, label)
     texts = [label] if label else []
-    return "; ".join(["this project", *texts, *plan_texts(row, factors)])
+    texts += plan_texts(row, factors)
+    if row.get("warm_up"):
+        texts.append(f"warmed up by {row['warm_up']}")
+    return "; ".join(["this project", *texts])
 
 
 def plan_texts(row: dict, factors: Factors | None) -> list[str]:

@@ -724,13 +724,19 @@ def test_predictions_are_what_was_measured():
 
     rows = list(report.predicted_rows())
     # Rows on four H200s, by tokens, each with the least ratio of seconds (predicted / measured) and
-    # the largest of bytes. At 1M tokens it is the first step of a run, in which kernels are used
-    # for the first time. At 512K tokens the bytes are counted a little high. At 128K tokens, layers
-    # that run whole in all of a GPU's memory are 6 and 11 % slower than predicted, and the reason
-    # is not known.
+    # the largest of bytes. In steps of 1M tokens, GPUs reach their power limit, and the slowest one
+    # has a lower clock than in the short tests that the profile was measured by. One of these steps
+    # is also the first of a run. At 512K tokens the bytes are counted a little high. Two steps of
+    # 128K tokens that a rougher clock measured took 6 and 11 % longer than predicted.
     apart = {2**20: (0.94, 1.02), 2**19: (0.97, 1.015), 2**17: (0.88, 1.01)}
-    found = [r for r in rows if (r["gpu"], r["gpus"]) == ("H200", 4) and r["seq"] in apart]
-    assert len(found) == 4
+    found = [
+        r
+        for r in rows
+        if (r["gpu"], r["gpus"]) == ("H200", 4)
+        and r["seq"] in apart
+        and (r["seq"] > 2**17 or report.has_rough_clock(r))
+    ]
+    assert sorted(r["seq"] for r in found) == [2**17, 2**17, 2**19, 2**20, 2**20]
     for r in found:
         least_s, most_gib = apart[r["seq"]]
         assert least_s < r["now_s"] / r["step_s"] < 1

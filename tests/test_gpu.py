@@ -236,6 +236,30 @@ def test_gpu_attention_past_two_to_the_31():
 
 
 @needs_gpu
+def test_gpu_first_call_saves_nothing_on_the_host():
+    """The first call of a kernel that writes into large arguments takes no page-locked host memory.
+
+    As a control, the same kernel is compiled as if it did not write. Then PyTorch saves what it
+    writes into, because the GPU's memory has never been fuller than now. Catches a first step that
+    takes gigabytes of the host's memory, which no plan counts.
+    """
+    from torch._inductor.utils import fresh_cache
+
+    def host_allocations_of(backward) -> int:
+        gate_up, dgate_up = torch.rand(2, 4096, 2 * 4096, device="cuda").bfloat16().unbind()
+        da = torch.rand(4096, 4096, device="cuda").bfloat16()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.host_memory_stats()["num_host_alloc"]
+        with fresh_cache():
+            backward(*gate_up.chunk(2, -1), da, *dgate_up.chunk(2, -1), False)
+        return torch.cuda.host_memory_stats()["num_host_alloc"] - before
+
+    kernel = ops.swiglu_backward_into
+    assert host_allocations_of(kernel) == 0
+    assert host_allocations_of(ops.compiled(kernel.__wrapped__)) > 0
+
+
+@needs_gpu
 def test_gpu_float8_past_two_to_the_31():
     """An MLP in float8 on 131,072 tokens, whose middle has 3.8 billion numbers, is right.
 

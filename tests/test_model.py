@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from pytest import approx, raises
 
 import attention
+import fp8
 import hardware
 import model as m
 import ops
@@ -261,6 +262,52 @@ def test_gradient_of_an_embedding_adds_up_in_float32():
     want.index_add_(0, tokens.flatten(), dx.double().flatten(0, 1))
     assert embed.weight.grad.dtype == torch.bfloat16
     assert relative(embed.weight.grad, want) < 4e-3  # one rounding to bf16
+
+
+def test_compiled_functions_say_what_they_write_into():
+    """A compiled function that writes into a large argument says so (ops.compiled).
+
+    Each compiled function runs once on small tensors, and PyTorch counts how often each argument
+    was written. Catches a kernel whose first call saves gigabytes in the host's memory.
+    """
+
+    def numbers(*shape):
+        return torch.rand(shape, generator=seed)
+
+    seed = torch.Generator().manual_seed(0)
+    merged = [numbers(1, 3, 2, 4), numbers(1, 2, 3)]  # o and lse
+    arguments = {
+        ops.norm_forward: (numbers(3, 4), numbers(4), 1e-5),
+        ops.norm_backward: (numbers(3, 4), numbers(3, 4), numbers(4), numbers(3, 1)),
+        ops.split_rotate_forward: (numbers(1, 3, 4, 4), numbers(3, 2), numbers(3, 2), (2, 1, 1)),
+        ops.rotate_back_into: (
+            numbers(1, 3, 2, 4),
+            numbers(3, 2),
+            numbers(3, 2),
+            numbers(1, 3, 2, 4),
+        ),
+        ops.swiglu_forward: (numbers(3, 4),),
+        ops.swiglu_backward_into: (*numbers(5, 3, 4), True),
+        ops.softmax_loss: (numbers(3, 4), torch.arange(3), numbers(), numbers(3, 4)),
+        fp8.cast_rows: (numbers(3, 4),),
+        fp8.add_into: tuple(numbers(2, 3, 4)),
+        attention.merge_into: (*merged, *merged),
+        attention.merge_document: (*merged, *merged),
+    }
+    compiled = {
+        fn
+        for module in (ops, fp8, attention)
+        for fn in vars(module).values()
+        if getattr(fn, "is_compiled", False)
+    }
+    assert compiled == set(arguments)
+    for fn, args in arguments.items():
+        tensors = [x.clone() if isinstance(x, torch.Tensor) else x for x in args]
+        before = [getattr(x, "_version", 0) for x in tensors]
+        fn(*tensors)
+        written = before != [getattr(x, "_version", 0) for x in tensors]
+        # softmax_loss writes too, but at most LOSS_ELEMENTS numbers in bf16, 0.25 GiB
+        assert written == (fn.writes or fn is ops.softmax_loss), fn.__name__
 
 
 def test_swiglu_of_a_transposed_tensor():
