@@ -15,7 +15,16 @@ import tensor
 import train
 from ranks import Groups, gather_objects
 from streams import CommStream
-from test_all import END_TOKEN, SEQ, SpoilingStream, make_case, make_run, on_ranks, parametrize
+from test_all import (
+    END_TOKEN,
+    SEQ,
+    SpoilingStream,
+    evaluate_batch,
+    make_case,
+    make_run,
+    on_ranks,
+    parametrize,
+)
 
 
 @parametrize("seq, sp, ring", [(45, 3, 1), (24, 6, 2), (48, 8, 8), (72, 12, 4)])
@@ -105,25 +114,46 @@ def test_pipeline_order_is_torchs(stages, micro_batches, chunks):
         assert [(p.forward, p.micro_batch, p.virtual_stage) for p in ours] == expected
 
 
-def first_messages_worker(case: dict) -> None:
-    """Run a step of a pipeline, whose links wait for the partner as NCCL's do, on each rank."""
-    launch, connected = pipeline.Link.launch, set()
+class MessageLikeNccl:
+    """Stands for the message that pipeline.Link.launch returns, and waits where NCCL waits.
 
-    def launch_like_nccl(link, operation, x):
-        if link not in connected:
-            connected.add(link)
+    The first message of a link connects two ranks: launching it returns when both have launched it.
+    Sending any message ends when the partner has launched receiving it. gloo does neither: it sends
+    into a buffer.
+    """
+
+    launch = pipeline.Link.launch
+    connected = set()  # links
+
+    def __init__(self, link, operation, x):
+        if link not in self.connected:
+            self.connected.add(link)
             dist.monitored_barrier(link.group, timeout=timedelta(seconds=20))
-        return launch(link, operation, x)
+        self.work = MessageLikeNccl.launch(link, operation, x)
+        reply = {"group": link.group, "tag": 1}
+        self.received = torch.zeros(1)
+        if operation is dist.isend:
+            self.reply = dist.irecv(self.received, group_src=1 - link.group.rank(), **reply)
+        else:
+            self.reply = dist.isend(self.received, group_dst=1 - link.group.rank(), **reply)
 
-    pipeline.Link.launch = launch_like_nccl
+    def wait(self):
+        self.work.wait()
+        self.reply.wait(timedelta(seconds=20))
+
+
+def pipeline_like_nccl_worker(case: dict) -> None:
+    """Run a step and an evaluation of a pipeline, on each rank."""
+    pipeline.Link.launch = lambda *message: MessageLikeNccl(*message)
     torch.compiler.set_stance("force_eager")
     run, model, states = make_run(case, {}, CommStream)
     train.load_random_weights(run, states)
     batch = train.load_batch(run, 0)
     model.warm_up(next(batch.micro_batches()))
     train.run_step(model, states, batch, 1e-3, 1.0)
+    evaluate_batch(run, model, batch)
     links = [link for link in vars(model.links).values() if link]
-    assert connected == set(links)
+    assert MessageLikeNccl.connected == set(links)
 
 
 @parametrize(
@@ -136,16 +166,15 @@ def first_messages_worker(case: dict) -> None:
         "4 model=deeper pp=2 parts=2 micro=2 g=2 os=2",
     ],
 )
-def test_links_are_connected_before_the_first_step(line):
-    """No stage waits at the first message of a link while its partner waits at another link.
+def test_pipelines_end_if_messages_wait_as_those_of_nccl(line):
+    """No stage waits for a partner that waits for this stage.
 
-    NCCL connects two ranks when they launch their first message. Each launch then returns only when
-    the partner has launched the same message. Here, a barrier of the two ranks does the same. With
-    one micro-batch, the first stage launches receiving dx before it has sent x. Catches links that
-    connect in the middle of a step, and so a step that never ends.
+    With one micro-batch, the first stage launches receiving dx before it has sent x. Catches links
+    that connect in the middle of a step, messages that are received in another order than they are
+    sent, and so a step that never ends on GPUs.
     """
     case = make_case(line)
-    on_ranks(case["ranks"], first_messages_worker, case)
+    on_ranks(case["ranks"], pipeline_like_nccl_worker, case)
 
 
 def random_starts(sequences: int, seq: int, seed: int) -> torch.Tensor:
