@@ -456,6 +456,8 @@ def measure_row(bench: Bench, row: Row, look: Callable) -> dict:
             if warm:
                 result["warm_up"] = warm_up_shallow(bench, run)
             step = cleanup.enter_context(build_step(row, run))
+            if row.peer is None and run.plan.step_s > 30:
+                print0(f"{row.label}: a step should take {run.plan.step_s:.0f} s")
             seconds = time_step(bench, step, warm)
             result |= look(bench, step)
         except (torch.OutOfMemoryError, ConfigError, ImportError) as e:

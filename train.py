@@ -1299,6 +1299,11 @@ def build_model(run: Run, attention: Attention, groups: Groups) -> tuple[LLaMA |
     The model is a Pipeline if there are several stages. Weights have no values yet.
     """
     plan = run.plan
+    if run.device.type == "cuda" and plan.host_bytes >= 8 * GIB:
+        print0(
+            f"Each rank page-locks {in_unit(plan.host_bytes)} of host memory, which can take a "
+            "minute or two"
+        )
     with torch.device("meta"):
         model = LLaMA(plan.model, attention)
     # cached properties, which must see the whole model: read them before it is split
