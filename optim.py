@@ -256,7 +256,7 @@ def adamw_bf16(u: Update) -> None:
     adamw(u, element_key, *slice_on(u.tp_slice, device))
 
 
-@functools.partial(compiled, dynamic=None)  # one kernel for matrices of many sizes
+@compiled(dynamic=None, writes=True)  # one kernel for matrices of many sizes
 def fused_adamw(
     weight,
     grad,
@@ -347,12 +347,12 @@ def join_master(master: Tensor, weight: Tensor, rest: Tensor) -> None:
     join_bits(master.view(torch.int32), weight.view(torch.int16), rest)
 
 
-@functools.partial(compiled, dynamic=None)
+@compiled(dynamic=None, writes=True)
 def join_bits(master_bits, weight_bits, rest):
     master_bits.copy_((weight_bits.to(torch.int32) << 16) + rest)
 
 
-@functools.partial(compiled, dynamic=None)
+@compiled(dynamic=None, writes=True)
 def split_master(master: Tensor, weight: Tensor, rest: Tensor) -> None:
     """Set the bf16 weight (n,) and the rest, an int16, from the master weight in float32."""
     weight.copy_(round_weight(master, weight.dtype))

@@ -45,9 +45,13 @@ import torch
 import torch.distributed as dist
 
 BEAT_S = 2.0  # seconds between two beats of a rank (see heartbeat)
-# A rank counts as dead if its beat has stayed the same for 10 beats (20 s) of the rank that checks
-# it. A rank counts only its own beats and compares no times, so the clocks of hosts may differ
-SILENT_BEATS = 10
+# A rank counts as dead if its beat has stayed the same for 60 beats (2 minutes) of the rank that
+# checks it. Why so many: while a GPU has a thousand kernels to run, launching the next one waits.
+# PyTorch launches some compiled kernels without releasing Python's lock, and then no thread of that
+# process runs. One attention kernel may take many seconds, and so may the first message of a
+# pipeline. A rank counts only its own beats and compares no times, so the clocks of hosts may
+# differ
+SILENT_BEATS = 60
 
 # ---------------------------------------------------------------------------- start
 

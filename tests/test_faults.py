@@ -582,7 +582,7 @@ def test_failed_rank_is_named(victim, says, tmp_path):
     code = f"""
 import ranks
 from helpers import *
-ranks.BEAT_S = 0.2
+ranks.BEAT_S, ranks.SILENT_BEATS = 0.2, 10
 on_file_event('step-00000002.tmp/rank-0000{victim}', lambda: os.kill(os.getpid(), signal.SIGSTOP))
 """
     said = tmp_path / "said"

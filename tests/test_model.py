@@ -16,6 +16,8 @@ import fp8
 import hardware
 import model as m
 import ops
+import optim
+import shard
 import tensor
 from test_all import SMALL, example, needs_gpu, parametrize, relative, seeded_model
 
@@ -293,10 +295,18 @@ def test_compiled_functions_say_what_they_write_into():
         fp8.add_into: tuple(numbers(2, 3, 4)),
         attention.merge_into: (*merged, *merged),
         attention.merge_document: (*merged, *merged),
+        # the weight, its gradient and three states; four rates; finite, weight decay, step and what
+        # bf16 moments need
+        optim.fused_adamw: (
+            *(*numbers(5, 6), *numbers(4)),
+            *(torch.tensor(True), 0.1, 1, None, None, None),
+        ),
+        optim.join_bits: (*torch.ones(3, 6, dtype=torch.int32),),
+        optim.split_master: (numbers(6), numbers(6).bfloat16(), torch.ones(6, dtype=torch.int16)),
     }
     compiled = {
         fn
-        for module in (ops, fp8, attention)
+        for module in (ops, fp8, attention, optim, shard, m)
         for fn in vars(module).values()
         if getattr(fn, "is_compiled", False)
     }
