@@ -45,7 +45,11 @@ the host does not.
     received    one pass early: before pass i - 1,   pass i - 1         before pass i
                 if pass i needs it
 
-Without `pipeline` in --overlap, receiving is launched right before pass i, and is exposed.
+Without `pipeline` in --overlap, receiving is launched right before pass i, and is exposed. The same
+holds for the first backward pass of a stage that runs all its forward passes first, as a stage does
+if there are few micro-batches. Its dx is computed after the last forward pass, which therefore does
+not hide it, and dx may depend on that pass. If that pass had to wait for the whole GPU, for example
+because a kernel is loaded, it would wait for dx, and so for itself.
 
 If the embedding and the first layers are frozen, the first virtual stages may need no backward
 (LLaMA.forward_only_layers). Then no dx is sent to them, and their backward passes do nothing. These
@@ -316,6 +320,14 @@ class Pipeline:
         tokens, *_ = micro_batch
         return torch.empty(*tokens.shape, self.model.cfg.dim, dtype=self.dtype, device=self.device)
 
+    def receives_early(self, i: int) -> bool:
+        """Return whether the message of pass i is received while pass i - 1 runs: with overlap, and
+        if pass i is not the first backward pass after all forward passes (see the top of this file).
+        """
+        all_forward_before = all(p.forward for p in self.order[:i])
+        all_backward_after = not any(p.forward for p in self.order[i:])
+        return self.overlap and not (all_forward_before and all_backward_after)
+
     def launch_receive(
         self, needed_by: Pass, micro_batches: list[tuple]
     ) -> tuple[dist.Work, Tensor] | tuple[None, None]:
@@ -358,7 +370,8 @@ class Pipeline:
 
         Each turn of the loop runs one pass:
 
-            1. launch receiving the message that the next pass needs
+            1. launch receiving the message that this pass needs, unless the last turn did so, and
+               the message that the next pass needs, if it is received early
             2. wait for the message that this pass needs
             3. run the virtual stage forward, which saves a graph; or run that graph backward
             4. send the result; the loss is kept, and some backward passes have no result
@@ -367,15 +380,14 @@ class Pipeline:
         loss = torch.zeros((), device=self.device, dtype=accumulation_dtype(self.dtype))
         backward_fns = {}  # (micro-batch, virtual stage) -> backward of the graph that is saved
 
-        receiving = deque()  # (work, x) of each message that is being received
-        if self.overlap:
-            receiving.append(self.launch_receive(self.order[0], micro_batches))
+        receiving = {}  # the number of a pass -> (work, x) of the message that it needs
         for i, this_pass in enumerate(self.order):
-            # with overlap, receive the message of the next pass now, so that this pass hides it
-            receive_for = i + 1 if self.overlap else i
-            if receive_for < len(self.order):
-                receiving.append(self.launch_receive(self.order[receive_for], micro_batches))
-            work, x = receiving.popleft()
+            if i not in receiving:
+                receiving[i] = self.launch_receive(this_pass, micro_batches)
+            following = self.order[i + 1 : i + 2]  # the next pass, or none
+            if following and self.receives_early(i + 1):
+                receiving[i + 1] = self.launch_receive(*following, micro_batches)
+            work, x = receiving.pop(i)
             if work:
                 work.wait()  # for this pass's message, hidden by the pass before
 

@@ -124,6 +124,7 @@ class MessageLikeNccl:
 
     launch = pipeline.Link.launch
     connected = set()  # links
+    under_way = []  # messages that this rank receives, and has not waited for
 
     def __init__(self, link, operation, x):
         if link not in self.connected:
@@ -136,10 +137,22 @@ class MessageLikeNccl:
             self.reply = dist.irecv(self.received, group_src=1 - link.group.rank(), **reply)
         else:
             self.reply = dist.isend(self.received, group_dst=1 - link.group.rank(), **reply)
+            self.under_way.append(self)
+        self.is_done = False
 
     def wait(self):
-        self.work.wait()
-        self.reply.wait(timedelta(seconds=20))
+        if not self.is_done:
+            self.work.wait(timedelta(seconds=20))
+            self.reply.wait(timedelta(seconds=20))
+            self.is_done = True
+        if self in self.under_way:
+            self.under_way.remove(self)
+
+    @classmethod
+    def wait_for_device(cls):
+        """Wait as a call does that waits for all work of a GPU, messages included."""
+        for message in [*cls.under_way]:
+            message.wait()
 
 
 def pipeline_like_nccl_worker(case: dict) -> None:
@@ -175,6 +188,73 @@ def test_pipelines_end_if_messages_wait_as_those_of_nccl(line):
     """
     case = make_case(line)
     on_ranks(case["ranks"], pipeline_like_nccl_worker, case)
+
+
+def busy_device_worker(case: dict) -> None:
+    """Run a step per forward pass of each stage, in which this pass waits for the whole device."""
+    pipeline.Link.launch = lambda *message: MessageLikeNccl(*message)
+    torch.compiler.set_stance("force_eager")
+    run, model, states = make_run(case, {}, CommStream)
+    train.load_random_weights(run, states)
+    batch = train.load_batch(run, 0)
+    model.warm_up(next(batch.micro_batches()))
+    run_forward = model.run_forward
+    turns = itertools.product(
+        range(run.plan.pp), range(sum(step_pass.forward for step_pass in model.order))
+    )
+    for waiting_stage, waiting_turn in turns:
+        turn = itertools.count()
+
+        def forward_that_waits(*args):
+            if (model.groups.stage, next(turn)) == (waiting_stage, waiting_turn):
+                MessageLikeNccl.wait_for_device()
+            return run_forward(*args)
+
+        model.run_forward = forward_that_waits
+        train.run_step(model, states, batch, 1e-3, 1.0)
+
+
+@parametrize(
+    "line",
+    [
+        "2 pp=2",
+        "3 model=deeper pp=3 micro=2",
+        "4 model=deep pp=4 micro=2",
+        "4 model=deep pp=4 parts=2 micro=4",
+    ],
+)
+def test_a_forward_pass_may_wait_for_the_whole_gpu(line):
+    """A stage does not receive a message that depends on the pass that is running.
+
+    Some calls of the host wait until the GPU has finished all of its work, messages included: those
+    that free GPU memory or load a kernel. Here one forward pass of one stage does so per step.
+    Catches a stage with few micro-batches that receives dx while it runs its last forward pass,
+    whose result its partner needs to compute this dx. On a GPU such a step never ends.
+    """
+    case = make_case(line)
+    on_ranks(case["ranks"], busy_device_worker, case)
+
+
+@parametrize(
+    "stage, stages, virtual_stages, micro_batches, late",
+    [
+        (0, 2, 1, 1, [1]),  # F B
+        (0, 3, 1, 2, [2]),  # F F B B
+        (1, 3, 1, 4, []),  # F F B F B F B B
+        (2, 3, 1, 1, [1]),  # F B on the last stage, whose B needs no message
+        (0, 4, 2, 4, [8]),
+    ],
+)
+def test_messages_are_received_early(stage, stages, virtual_stages, micro_batches, late):
+    """A message is received during the pass before, unless that is the last one of all forward
+    passes, and all backward passes follow.
+
+    Catches a pipeline that exposes its messages.
+    """
+    order = pipeline.pipeline_order(stage, stages, virtual_stages, micro_batches)
+    one = SimpleNamespace(order=order, overlap=True)
+    early = [pipeline.Pipeline.receives_early(one, i) for i in range(len(order))]
+    assert [i for i in range(1, len(order)) if not early[i]] == late
 
 
 def random_starts(sequences: int, seq: int, seed: int) -> torch.Tensor:
