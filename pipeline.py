@@ -321,9 +321,9 @@ class Pipeline:
         return torch.empty(*tokens.shape, self.model.cfg.dim, dtype=self.dtype, device=self.device)
 
     def receives_early(self, i: int) -> bool:
-        """Return whether the message of pass i is received while pass i - 1 runs: with overlap, and
-        if pass i is not the first backward pass after all forward passes (see the top of this file).
-        """
+        """Return whether the message of pass i is received while pass i - 1 runs. It is not without
+        overlap, and not if all forward passes come first and pass i is the first backward pass (see
+        the top of this file)."""
         all_forward_before = all(p.forward for p in self.order[:i])
         all_backward_after = not any(p.forward for p in self.order[i:])
         return self.overlap and not (all_forward_before and all_backward_after)

@@ -266,7 +266,8 @@ class Config(Constraints):
         "auto", "Dtype of weights and activations. auto: bf16 on GPUs, fp32 on a CPU.",
         among=("auto", *DTYPES))
     timeout: float = flag(
-        600.0, "Seconds that a collective waits for a rank before the run fails.", 1, 1e9)
+        600.0, "Seconds that a collective waits for a rank before the run fails. On GPUs the "
+        "predicted seconds of a step are added.", 1, 1e9)
     dry_run: bool = flag(False, "Print the best plans with their memory, and end without training.")
     stop_after: str = flag(
         "", "Time after which the run has to be over, such as 3h55m, 90m, 1d2h or 45s, or a number "
@@ -1433,6 +1434,13 @@ def print_changes(run: Run) -> None:
     )
 
 
+def collective_timeout(run: Run) -> float:
+    """Return the seconds after which a collective fails: --timeout, and on GPUs the predicted step
+    besides. NCCL counts from the launch, and the host launches a thousand kernels before they run.
+    In a long step these take minutes."""
+    return run.cfg.timeout + (run.plan.step_s if run.device.type == "cuda" else 0)
+
+
 def build_run(
     run: Run,
 ) -> tuple[LLaMA | Pipeline, States, StepMemory | None, checkpoint.Saver]:
@@ -1448,7 +1456,9 @@ def build_run(
         checkpoint.check_shared(out)
     memory = all_or_none(plan_memory, run)
     cap_gpu(run)
-    groups = Groups(cfg.timeout, run.plan.tp, run.plan.pp)
+    timeout = collective_timeout(run)
+    set_timeout(timeout)
+    groups = Groups(timeout, run.plan.tp, run.plan.pp)
     model, states = build_model(run, make_attention(run, groups), groups)
 
     if run.resumed:

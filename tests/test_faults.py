@@ -495,6 +495,18 @@ def test_resumed_run_inherits_its_timeout(tmp_path, monkeypatch):
     assert timeouts == [77]
 
 
+def test_a_long_step_does_not_time_out():
+    """On GPUs a collective may take a whole step longer than --timeout, because NCCL counts from
+    its launch, and the host launches it minutes before it runs.
+
+    Catches a step of 20 minutes that fails after 10.
+    """
+    plan = SimpleNamespace(step_s=1200.0)
+    for device, seconds in (("cuda", 1277.0), ("cpu", 77.0)):
+        run = train.Run(train.Config(timeout=77.0), 0, torch.device(device), "naive", plan)
+        assert train.collective_timeout(run) == seconds
+
+
 @slow
 def test_faults_of_one_rank(tmp_path):
     """Faults of one of two ranks, each with its own folder, end neither rank too early.
