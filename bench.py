@@ -170,6 +170,8 @@ def make_step(run: Run) -> Step:
     train.warn_of_short_host_memory(run.plan)
     model, states = train.build_model(run, train.make_attention(run, groups), groups)
     train.load_random_weights(run, states)
+    if run.device.type == "cuda":
+        train.warn_of_short_gpu_memory(run.plan)
     batch = random_batch(run)
     if run.plan.pp > 1:
         model.warm_up(next(batch.micro_batches()))

@@ -1394,6 +1394,21 @@ def cap_gpu(run: Run) -> None:
         torch.cuda.set_per_process_memory_fraction(min(1.0, share))
 
 
+def warn_of_short_gpu_memory(plan: costs.Plan) -> None:
+    """Print a warning if a plan takes more of a GPU than is left beside what others take: CUDA,
+    NCCL's communicators, which the planner counts as a share of the GPU, and other programs. A
+    collective of all ranks, after the communicators are made."""
+    free, total = torch.cuda.mem_get_info()
+    own = torch.cuda.memory_reserved() + Exchange.mapped_bytes()
+    left = min(gather_objects(free + own))
+    if plan.gpu_bytes > left:
+        print0(
+            f"WARNING: this plan takes {in_unit(plan.gpu_bytes)} of a GPU, and CUDA, NCCL and other "
+            f"programs leave only {in_unit(left)} of {in_unit(total)}. The run may end out of "
+            f"memory. Choose --gpu-memory {flag_size(left / planner.GPU_SHARE)} or less"
+        )
+
+
 def random_weight(run: Run, states: States, name: str) -> Tensor:
     """Return the first value of a weight that no file holds."""
     shape, mean_std = states.shapes[name], states.weight_init[name]
@@ -1468,6 +1483,8 @@ def build_run(
         load_imported_weights(run, states)
     else:
         load_random_weights(run, states)
+    if run.device.type == "cuda":
+        warn_of_short_gpu_memory(run.plan)
 
     room = None  # bytes of host memory for the copies that --save-async makes
     if cfg.save_async:

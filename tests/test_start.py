@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
+import torch
 from pytest import raises
 
 import bench
@@ -221,6 +222,30 @@ def test_a_run_that_linux_may_soon_kill_says_why(
     assert f"plan takes {planned}.0 GiB, and the process of rank 0 takes {taken}.0 GiB" in text
     assert text.rstrip().endswith(f"pass --host-memory {advice}" if advice else "other processes")
     assert not advice or int(advice[:-1]) < planned * per_node
+
+
+@parametrize(
+    "free, reserved, advice",
+    [
+        (20, 55, None),  # CUDA and NCCL take 5 of 80 GiB, and 75 are left
+        (20, 53, "76G"),  # they take 7, and a plan for 76 GiB takes at most 72.2
+    ],
+)
+def test_a_plan_for_more_gpu_memory_than_is_left_is_announced(
+    free, reserved, advice, group, monkeypatch, capsys
+):
+    """If CUDA, NCCL and other programs take more of a GPU than the planner reserves for them, a run
+    says what it planned and what to choose.
+
+    Catches a run that ends out of memory although its plan is right.
+    """
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (free * GIB, 80 * GIB))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: reserved * GIB)
+    train.warn_of_short_gpu_memory(SimpleNamespace(gpu_bytes=75 * GIB))
+    text = capsys.readouterr().out
+    assert ("WARNING: this plan takes 75.0 GiB" in text) == bool(advice)
+    assert not advice or "leave only 73.0 GiB of 80.0 GiB" in text
+    assert not advice or f"--gpu-memory {advice} or less" in text
 
 
 def test_a_plan_for_more_host_memory_than_is_left_is_announced(tmp_path, monkeypatch, capsys):
