@@ -884,7 +884,7 @@ def test_answer_in_docs_is_what_the_planner_prints():
     """
     text = (ROOT / "docs/planning.md").read_text()
     command = re.search(r"(?m)^python planner\.py (.*)$", text)[1]
-    *choices, numbers = re.search(r"(?m)^shortened:\n\n((?:    .*\n)+)", text)[1].splitlines()
+    *choices, numbers = re.search(r"answer, shortened:\n\n((?:    .*\n)+)", text)[1].splitlines()
     answer = ask(command)
     for line in choices:
         for cell in re.split("  +", line.strip().removesuffix("...")):
