@@ -77,7 +77,8 @@ from hardware import processor_name, profile_text
 from measure import Machine
 from memplan import write_plan
 from model import MODELS, param_count
-from peers import PEERS, Step, groups_of, random_batch
+from offload import ActivationPlan
+from peers import PEERS, TIMEOUT_S, Step, groups_of, random_batch
 from ranks import (
     ConfigError,
     UnexpectedError,
@@ -228,8 +229,8 @@ def device_seconds(bench: Bench, work: Callable) -> float:
     """Return the median seconds of work() on the device.
 
     It runs again and again for two seconds (on a CPU, a tenth of a second). Only the later half of
-    the times counts, because by then a GPU's clock rate has fallen to what it holds under load. If
-    work() alone takes longer than two seconds, it runs twice, and the second time counts. A
+    the times counts, because by then a GPU's clock rate has fallen to what it holds under load. But
+    if one call takes longer than two seconds, only the second call is timed. A
     pause on the GPU comes first, during which the host queues the calls. So no kernel waits for the
     host.
     """
@@ -379,29 +380,38 @@ def timed_steps(bench: Bench, run: Run) -> int:
 
 
 def shallow_run(run: Run) -> Run:
-    """Return the run of a model with as few layers as its pipeline allows, whose step uses the same
-    kernels on the same shapes. A collective."""
+    """Return the run of a model with two layers, or one per virtual stage, and otherwise with the
+    plan of this run. So its step uses the same kernels on the same shapes.
+
+    Its layers swap nothing, and recompute all chunks but one. That needs the least memory, and runs
+    the kernels of recomputation, too."""
     plan = run.plan
-    names = "sp ring tp pp pp_chunks micro_batch head_groups os_layout".split()
-    if plan.recompute == "auto":
-        names.append("chunk")
-    flags = asdict(plan.factors) | {name: getattr(plan, name) for name in names}
-    # few layers fit on the GPU with all that they keep
-    cfg = replace(run.cfg, **flags, os_place="gpu", resident_states=None, resident_layers=None)
-    model = replace(plan.model, layers=max(2, plan.pp * plan.pp_chunks))
-    plans, cluster = train.choose_plans(cfg, model, run.device, run.kernel)
-    return replace(run, cfg=cfg, plan=plans[0], hardware=cluster)
+    layers = max(2, plan.pp * plan.pp_chunks)
+    plan = replace(
+        plan,
+        model=replace(plan.model, layers=layers),
+        resident_states=min(plan.resident_states, layers),
+    )
+    if plan.activations:
+        n = plan.reached_layers
+        keeps_any = plan.activations.kept_chunks + plan.activations.swapped_chunks > 0
+        activations = ActivationPlan(
+            n, plan.chunks, resident=n, kept_chunks=int(keeps_any), swapped_chunks=0
+        )
+        plan = replace(plan, activations=activations)
+    machine = run.hardware
+    return replace(run, plan=costs.predict(plan, machine.profile, run.kernel, machine.processor))
 
 
 def time_step(bench: Bench, step: Step, warm: bool = False) -> float:
     """Warm a step up, and return its median seconds. A collective. warm: its kernels were used
     before, so that already the first step counts."""
     repeats = timed_steps(bench, step.run)
+    if warm:
+        return clock(bench, step, repeats, first_counts=True)
     if step.memory:
         # replay.py records the third step, and may capture the fourth as a CUDA graph
         warm_up_steps = 4
-    elif warm:
-        return clock(bench, step, repeats, first_counts=True)
     elif repeats > 1:
         warm_up_steps = 3 if repeats > 5 else 1
     else:
@@ -414,9 +424,12 @@ def time_step(bench: Bench, step: Step, warm: bool = False) -> float:
 
 
 def warm_up_shallow(bench: Bench, run: Run) -> str:
-    """Run one step of a model with few layers, which compiles and loads all kernels of a long step
-    in a part of its time. Return in words what it did. A collective."""
+    """Run one step of a model with few layers, which compiles and loads the kernels of a long step
+    in a part of its time. Return in words what it did. A collective.
+
+    The timed step still grows the allocator's memory and maps memory for all-to-alls."""
     shallow = shallow_run(run)
+    print0("warm-up by a model with few layers:")
     with make_step(shallow) as step:
         step()
     del step
@@ -454,7 +467,8 @@ def measure_row(bench: Bench, row: Row, look: Callable) -> dict:
             if not row.peer:  # a peer has no plan for the host's memory
                 cleanup.enter_context(train.host_memory_watch(run.plan))
             # A peer is always warmed up by whole steps, so that no kernel is new in a timed step
-            warm = row.peer is None and run.plan.step_s > SHALLOW_WARM_UP_SECONDS
+            is_long = run.plan.step_s > SHALLOW_WARM_UP_SECONDS
+            warm = is_long and row.peer is None and run.cfg.memplan == "off"
             if warm:
                 result["warm_up"] = warm_up_shallow(bench, run)
             step = cleanup.enter_context(build_step(row, run))
@@ -1487,7 +1501,7 @@ def main() -> None:
         split_nodes(args)
     if args.table == "parallel":  # some of its rows are pipelines
         use_more_queues()
-    rank, world, local_rank = start_ranks(600)
+    rank, world, local_rank = start_ranks(TIMEOUT_S)
     device = all_or_none(train.choose_device, config(args.flags), local_rank)
     gpu = device.type == "cuda"
 

@@ -76,7 +76,8 @@ def compiled(
     sizes at its first call. Before that it saves the arguments that the kernel writes into: on the
     GPU, or, if they do not fit, in page-locked memory of the host, which it keeps until the process
     ends. For whole sequences these are gigabytes that no plan counts, and with many of them Linux
-    kills the run. So such a kernel takes the first block size, and is not timed.
+    kills the run. So such a kernel takes the first block size, and is not timed. (A kernel that
+    also sums over rows is still timed: softmax_loss, whose argument is small.)
     """
     if fn is None:
         return functools.partial(compiled, dynamic=dynamic, writes=writes)

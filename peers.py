@@ -76,6 +76,10 @@ from train import Run
 
 # ---------------------------------------------------------------------------- steps
 
+# Seconds after which a collective fails. NCCL counts from the launch, and a step may take many
+# minutes. A dead rank is found sooner (ranks.heartbeat)
+TIMEOUT_S = 3600.0
+
 
 @dataclass
 class Step:
@@ -105,7 +109,7 @@ class Step:
 def groups_of(tp: int, pp: int) -> Groups:
     """Return the process groups for these degrees. All rows share them, because NCCL does not free
     a communicator's memory. A collective."""
-    return Groups(tp=tp, pp=pp)
+    return Groups(TIMEOUT_S, tp, pp)
 
 
 def init_randomly(model: nn.Module, generator: torch.Generator | None = None) -> None:

@@ -49,7 +49,8 @@ Without `pipeline` in --overlap, receiving is launched right before pass i, and 
 holds for the first backward pass of a stage that runs all its forward passes first, as a stage does
 if there are few micro-batches. Its dx is computed after the last forward pass, which therefore does
 not hide it, and dx may depend on that pass. If that pass had to wait for the whole GPU, for example
-because a kernel is loaded, it would wait for dx, and so for itself.
+because a kernel is loaded, it would wait for dx, and so for itself. This protects against one stage
+that waits. If two stages wait at once, they may still wait for each other (Pipeline.warm_up).
 
 If the embedding and the first layers are frozen, the first virtual stages may need no backward
 (LLaMA.forward_only_layers). Then no dx is sent to them, and their backward passes do nothing. These
@@ -188,9 +189,10 @@ class Link:
         """operation: what this rank does with messages, dist.isend or dist.irecv. A collective of
         the group.
 
-        NCCL connects two ranks when they launch their first message, and each launch returns only
-        when the partner has launched the same message. So the first message is sent here. In a
-        step, this stage could wait at one link while its partner waits at another: a deadlock.
+        NCCL connects two ranks and allocates memory when they launch their first message, and each
+        launch returns only when the partner has launched the same message. So the first message is
+        sent here. In a step, this stage might wait at one link while its partner waits at another:
+        a deadlock.
         """
         self.group = group  # this rank and its partner
         self.sending = deque()  # (tensor, work): the tensor has to live until it is sent
@@ -321,12 +323,11 @@ class Pipeline:
         return torch.empty(*tokens.shape, self.model.cfg.dim, dtype=self.dtype, device=self.device)
 
     def receives_early(self, i: int) -> bool:
-        """Return whether the message of pass i is received while pass i - 1 runs. It is not without
-        overlap, and not if all forward passes come first and pass i is the first backward pass (see
-        the top of this file)."""
-        all_forward_before = all(p.forward for p in self.order[:i])
-        all_backward_after = not any(p.forward for p in self.order[i:])
-        return self.overlap and not (all_forward_before and all_backward_after)
+        """Return whether the message of pass i is received while pass i - 1 runs. With overlap it
+        is, except for the first backward pass if all forward passes come before it (see the top of
+        this file)."""
+        all_forward_first = all(p.forward == (n < i) for n, p in enumerate(self.order))
+        return self.overlap and not all_forward_first
 
     def launch_receive(
         self, needed_by: Pass, micro_batches: list[tuple]
@@ -384,9 +385,8 @@ class Pipeline:
         for i, this_pass in enumerate(self.order):
             if i not in receiving:
                 receiving[i] = self.launch_receive(this_pass, micro_batches)
-            following = self.order[i + 1 : i + 2]  # the next pass, or none
-            if following and self.receives_early(i + 1):
-                receiving[i + 1] = self.launch_receive(*following, micro_batches)
+            if i + 1 < len(self.order) and self.receives_early(i + 1):
+                receiving[i + 1] = self.launch_receive(self.order[i + 1], micro_batches)
             work, x = receiving.pop(i)
             if work:
                 work.wait()  # for this pass's message, hidden by the pass before

@@ -1395,17 +1395,17 @@ def cap_gpu(run: Run) -> None:
 
 
 def warn_of_short_gpu_memory(plan: costs.Plan) -> None:
-    """Print a warning if a plan takes more of a GPU than is left beside what others take: CUDA,
-    NCCL's communicators, which the planner counts as a share of the GPU, and other programs. A
-    collective of all ranks, after the communicators are made."""
+    """Print a warning if a plan needs more GPU memory than CUDA, NCCL's communicators and other
+    programs leave. The planner reserves a fixed share for them (planner.GPU_SHARE). A collective of
+    all ranks, after the communicators are made."""
     free, total = torch.cuda.mem_get_info()
     own = torch.cuda.memory_reserved() + Exchange.mapped_bytes()
     left = min(gather_objects(free + own))
     if plan.gpu_bytes > left:
         print0(
-            f"WARNING: this plan takes {in_unit(plan.gpu_bytes)} of a GPU, and CUDA, NCCL and other "
-            f"programs leave only {in_unit(left)} of {in_unit(total)}. The run may end out of "
-            f"memory. Choose --gpu-memory {flag_size(left / planner.GPU_SHARE)} or less"
+            f"WARNING: this plan takes {in_unit(plan.gpu_bytes)} of a GPU, and CUDA, NCCL and "
+            f"other programs leave only {in_unit(left)} of {in_unit(total)}. The run may end out "
+            f"of memory. Choose --gpu-memory {flag_size(left / planner.GPU_SHARE)} or less"
         )
 
 
@@ -1450,9 +1450,9 @@ def print_changes(run: Run) -> None:
 
 
 def collective_timeout(run: Run) -> float:
-    """Return the seconds after which a collective fails: --timeout, and on GPUs the predicted step
-    besides. NCCL counts from the launch, and the host launches a thousand kernels before they run.
-    In a long step these take minutes."""
+    """Return the seconds after which a collective fails: --timeout, plus the predicted seconds of a
+    step on GPUs. NCCL counts from the launch, and the host launches a thousand kernels before they
+    run. In a long step these take minutes."""
     return run.cfg.timeout + (run.plan.step_s if run.device.type == "cuda" else 0)
 
 

@@ -580,12 +580,27 @@ def test_clock_counts_the_first_step_if_it_is_told_so(monkeypatch):
     assert seconds == approx(2.0, rel=0.01)
 
 
-def test_bench_warms_up_a_long_step_with_few_layers(group, monkeypatch):
+@parametrize(
+    "label, flags, warms_up",
+    [
+        ("ours", "--chunk 128 --head-groups 2", True),
+        ("ours full recompute", "--recompute full", True),
+        ("ours full swap", "--alpha 1 --resident-layers 2", True),
+        ("ours", "--resident-layers 3 --alpha 0.5 --chunk 128", True),
+        ("ours streams all states", "--os-place host --resident-states 0", True),
+        ("ours", "--strategy zero1", True),
+        ("ours fp8", "--products fp8", True),
+        ("ours planned memory", "--memplan on", False),
+        ("fsdp2 none", "", False),
+    ],
+)
+def test_bench_warms_up_a_long_step_with_few_layers(label, flags, warms_up, group, monkeypatch):
     """If a step is predicted to be long, a step with two layers runs before it, on the same shapes.
 
-    The threshold is lowered, so that a short step counts as long. Catches a warm-up whose kernels
-    differ from those of the row, a row that times the model with two layers, and a peer that is
-    warmed up like this: its compiler may compile anew for another number of layers.
+    The threshold is lowered, so that a short step counts as long. Catches a warm-up that
+    contradicts the row's flags or runs other kernels, a row that times the model with two layers,
+    and a peer that is warmed up like this: its compiler may compile anew for another number of
+    layers.
     """
     monkeypatch.setattr(bench, "SHALLOW_WARM_UP_SECONDS", 0)
     monkeypatch.setattr(bench, "kernel_seconds", lambda *_: 1.0)
@@ -595,15 +610,16 @@ def test_bench_warms_up_a_long_step_with_few_layers(group, monkeypatch):
     call = peers.Step.__call__
     monkeypatch.setattr(peers.Step, "__call__", lambda step: (ran.append(step.run), call(step))[1])
     table = bench.Bench(torch.device("cpu"), 0, 1, True, Path(), {})
-    flags = "--model tiny --seq 512 --batch 2 --micro-batch 1"
-    ours = bench.Row("ours", f"{flags} --chunk 128 --head-groups 2")
-    result = bench.measure_row(table, ours, lambda *_: {})
-    assert result["warm_up"] == "a step with 2 layers"
-    shallow, run = ran
-    assert (shallow.plan.model.layers, run.plan.model) == (2, MODELS["tiny"])
-    for name in ("factors", "sp", "chunk", "micro_batch", "head_groups"):
-        assert getattr(shallow.plan, name) == getattr(run.plan, name), name
+    row = bench.Row(label, f"--model tiny --seq 512 --batch 2 --micro-batch 1 {flags}")
+    result = bench.measure_row(table, row, lambda *_: {})
+    assert not result["oom"], result.get("error")
+    assert result.get("warm_up") == ("a step with 2 layers" if warms_up else None)
+    if not warms_up:
+        assert len(ran) > 1 and all(run.plan.model == MODELS["tiny"] for run in ran)
+        return
 
-    result = bench.measure_row(table, bench.Row("fsdp2 none", flags), lambda *_: {})
-    assert "warm_up" not in result
-    assert all(run.plan.model == MODELS["tiny"] for run in ran[2:])
+    (shallow, run) = (step_run.plan for step_run in ran)
+    assert (shallow.model.layers, run.model) == (2, MODELS["tiny"])
+    names = "factors sp chunk chunks micro_batch head_groups recompute products keeps_casts"
+    for name in [*names.split(), "os_place"]:
+        assert getattr(shallow, name) == getattr(run, name), name

@@ -521,7 +521,7 @@ def test_faults_of_one_rank(tmp_path):
     code = f"""
 import ranks
 from helpers import *
-ranks.BEAT_S = 0.2
+ranks.BEAT_S, ranks.SILENT_BEATS = 0.2, 10
 os.chdir(r'{tmp_path}/' + os.environ['RANK'])
 on_file_event('step-00000002.tmp/rank-00001', fail_disk_full)
 on_file_event('step-00000003.tmp/rank-00000', lambda: time.sleep(7))

@@ -15,6 +15,7 @@ import attention
 import fp8
 import hardware
 import model as m
+import offload
 import ops
 import optim
 import shard
@@ -306,7 +307,7 @@ def test_compiled_functions_say_what_they_write_into():
     }
     compiled = {
         fn
-        for module in (ops, fp8, attention, optim, shard, m)
+        for module in (ops, fp8, attention, optim, shard, m, offload, tensor)
         for fn in vars(module).values()
         if getattr(fn, "is_compiled", False)
     }

@@ -124,7 +124,7 @@ class MessageLikeNccl:
 
     launch = pipeline.Link.launch
     connected = set()  # links
-    under_way = []  # messages that this rank receives, and has not waited for
+    under_way = []  # messages that this rank has not waited for
 
     def __init__(self, link, operation, x):
         if link not in self.connected:
@@ -137,7 +137,7 @@ class MessageLikeNccl:
             self.reply = dist.irecv(self.received, group_src=1 - link.group.rank(), **reply)
         else:
             self.reply = dist.isend(self.received, group_dst=1 - link.group.rank(), **reply)
-            self.under_way.append(self)
+        self.under_way.append(self)
         self.is_done = False
 
     def wait(self):
@@ -160,13 +160,13 @@ def pipeline_like_nccl_worker(case: dict) -> None:
     pipeline.Link.launch = lambda *message: MessageLikeNccl(*message)
     torch.compiler.set_stance("force_eager")
     run, model, states = make_run(case, {}, CommStream)
+    links = [link for link in vars(model.links).values() if link]
+    assert MessageLikeNccl.connected == set(links)
     train.load_random_weights(run, states)
     batch = train.load_batch(run, 0)
     model.warm_up(next(batch.micro_batches()))
     train.run_step(model, states, batch, 1e-3, 1.0)
     evaluate_batch(run, model, batch)
-    links = [link for link in vars(model.links).values() if link]
-    assert MessageLikeNccl.connected == set(links)
 
 
 @parametrize(
@@ -180,11 +180,11 @@ def pipeline_like_nccl_worker(case: dict) -> None:
     ],
 )
 def test_pipelines_end_if_messages_wait_as_those_of_nccl(line):
-    """No stage waits for a partner that waits for this stage.
+    """All links are connected before the first step, and no stage waits for a partner that waits
+    for this stage.
 
-    With one micro-batch, the first stage launches receiving dx before it has sent x. Catches links
-    that connect in the middle of a step, messages that are received in another order than they are
-    sent, and so a step that never ends on GPUs.
+    Catches links that connect in the middle of a step, messages that are received in another order
+    than they are sent, and so a step that never ends on GPUs.
     """
     case = make_case(line)
     on_ranks(case["ranks"], pipeline_like_nccl_worker, case)
