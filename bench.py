@@ -171,8 +171,7 @@ def make_step(run: Run) -> Step:
     train.warn_of_short_host_memory(run.plan)
     model, states = train.build_model(run, train.make_attention(run, groups), groups)
     train.load_random_weights(run, states)
-    if run.device.type == "cuda":
-        train.warn_of_short_gpu_memory(run.plan)
+    train.warn_of_short_gpu_memory(run)
     batch = random_batch(run)
     if run.plan.pp > 1:
         model.warm_up(next(batch.micro_batches()))
@@ -230,9 +229,8 @@ def device_seconds(bench: Bench, work: Callable) -> float:
 
     It runs again and again for two seconds (on a CPU, a tenth of a second). Only the later half of
     the times counts, because by then a GPU's clock rate has fallen to what it holds under load. But
-    if one call takes longer than two seconds, only the second call is timed. A
-    pause on the GPU comes first, during which the host queues the calls. So no kernel waits for the
-    host.
+    if one call takes longer than two seconds, only the second call is timed. A pause on the GPU
+    comes first, during which the host queues the calls. So no kernel waits for the host.
     """
 
     def time_calls(calls):
@@ -468,11 +466,11 @@ def measure_row(bench: Bench, row: Row, look: Callable) -> dict:
                 cleanup.enter_context(train.host_memory_watch(run.plan))
             # A peer is always warmed up by whole steps, so that no kernel is new in a timed step
             is_long = run.plan.step_s > SHALLOW_WARM_UP_SECONDS
-            warm = is_long and row.peer is None and run.cfg.memplan == "off"
+            warm = is_long and not row.peer and run.cfg.memplan == "off"
             if warm:
                 result["warm_up"] = warm_up_shallow(bench, run)
             step = cleanup.enter_context(build_step(row, run))
-            if row.peer is None and run.plan.step_s > 30:
+            if not row.peer and run.plan.step_s > 30:
                 print0(f"{row.label}: a step should take {run.plan.step_s:.0f} s")
             seconds = time_step(bench, step, warm)
             result |= look(bench, step)

@@ -137,6 +137,15 @@ def pipeline_order(stage: int, stages: int, virtual_stages: int, micro_batches: 
     return order
 
 
+def received_late(order: list[Pass]) -> int | None:
+    """Return the number of the pass whose message is not received one pass early. It is the first
+    backward pass, if all forward passes come before it (see the top of this file). None: there is
+    no such pass."""
+    forward_passes = sum(step_pass.forward for step_pass in order)
+    all_forward_first = all(step_pass.forward for step_pass in order[:forward_passes])
+    return forward_passes if all_forward_first else None
+
+
 def max_in_flight(order: list[Pass], virtual_stage: int) -> int:
     """Return the most micro-batches that have gone forward through a virtual stage and wait for
     their backward pass there."""
@@ -322,13 +331,6 @@ class Pipeline:
         tokens, *_ = micro_batch
         return torch.empty(*tokens.shape, self.model.cfg.dim, dtype=self.dtype, device=self.device)
 
-    def receives_early(self, i: int) -> bool:
-        """Return whether the message of pass i is received while pass i - 1 runs. With overlap it
-        is, except for the first backward pass if all forward passes come before it (see the top of
-        this file)."""
-        all_forward_first = all(p.forward == (n < i) for n, p in enumerate(self.order))
-        return self.overlap and not all_forward_first
-
     def launch_receive(
         self, needed_by: Pass, micro_batches: list[tuple]
     ) -> tuple[dist.Work, Tensor] | tuple[None, None]:
@@ -381,11 +383,13 @@ class Pipeline:
         loss = torch.zeros((), device=self.device, dtype=accumulation_dtype(self.dtype))
         backward_fns = {}  # (micro-batch, virtual stage) -> backward of the graph that is saved
 
+        # the passes whose messages are received while the pass before runs, which hides them
+        early = set(range(1, len(self.order))) - {received_late(self.order)} if self.overlap else ()
         receiving = {}  # the number of a pass -> (work, x) of the message that it needs
         for i, this_pass in enumerate(self.order):
             if i not in receiving:
                 receiving[i] = self.launch_receive(this_pass, micro_batches)
-            if i + 1 < len(self.order) and self.receives_early(i + 1):
+            if i + 1 in early:
                 receiving[i + 1] = self.launch_receive(self.order[i + 1], micro_batches)
             work, x = receiving.pop(i)
             if work:

@@ -1394,16 +1394,18 @@ def cap_gpu(run: Run) -> None:
         torch.cuda.set_per_process_memory_fraction(min(1.0, share))
 
 
-def warn_of_short_gpu_memory(plan: costs.Plan) -> None:
+def warn_of_short_gpu_memory(run: Run) -> None:
     """Print a warning if a plan needs more GPU memory than CUDA, NCCL's communicators and other
     programs leave. The planner reserves a fixed share for them (planner.GPU_SHARE). A collective of
     all ranks, after the communicators are made."""
+    if run.device.type == "cpu":
+        return
     free, total = torch.cuda.mem_get_info()
     own = torch.cuda.memory_reserved() + Exchange.mapped_bytes()
     left = min(gather_objects(free + own))
-    if plan.gpu_bytes > left:
+    if run.plan.gpu_bytes > left:
         print0(
-            f"WARNING: this plan takes {in_unit(plan.gpu_bytes)} of a GPU, and CUDA, NCCL and "
+            f"WARNING: this plan takes {in_unit(run.plan.gpu_bytes)} of a GPU, and CUDA, NCCL and "
             f"other programs leave only {in_unit(left)} of {in_unit(total)}. The run may end out "
             f"of memory. Choose --gpu-memory {flag_size(left / planner.GPU_SHARE)} or less"
         )
@@ -1483,8 +1485,7 @@ def build_run(
         load_imported_weights(run, states)
     else:
         load_random_weights(run, states)
-    if run.device.type == "cuda":
-        warn_of_short_gpu_memory(run.plan)
+    warn_of_short_gpu_memory(run)
 
     room = None  # bytes of host memory for the copies that --save-async makes
     if cfg.save_async:

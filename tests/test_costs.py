@@ -711,6 +711,23 @@ def test_a_kernel_changes_only_the_seconds_of_attention():
     assert costs.predict(SMALL_PLAN, machine).seconds == fa4.seconds
 
 
+def check_order(rows: list[dict]) -> None:
+    """Assert that of the rows of each question, the one that is predicted to be the fastest was the
+    fastest."""
+    questions = {}
+    for r in rows:
+        if r["table"] == "head":  # two programs that ran the same settings
+            continue
+        asked = r["question"], r["batch"], r["gpu"], r["gpus"], r.get("kernel")
+        questions.setdefault(asked, []).append(r)
+    assert sum(len(asked) > 1 for asked in questions.values()) >= 27  # else nothing is compared
+    for asked in questions.values():
+        fastest_now = min(asked, key=lambda r: r["now_s"])
+        # or it tied: the same step, measured twice on one machine, differs by as much or more
+        fastest_s = min(r["step_s"] for r in asked)
+        assert fastest_now["step_s"] <= (1 + planner.TIE) * fastest_s, asked
+
+
 def test_predictions_are_what_was_measured():
     """Predictions are near what GPUs measured, in seconds and in bytes, and the setting that is
     predicted to be the fastest was the fastest.
@@ -785,15 +802,4 @@ def test_predictions_are_what_was_measured():
     # 22 rows are within 1.6 %, 39 within 3 %, and all within 8 %
     assert len(known) >= 53 and errors[21] < 0.016 and errors[38] < 0.03 and errors[-1] < 0.08
     assert all(0.85 < r["now_s"] / r["step_s"] < 1.05 for r in unknown)
-    questions = {}
-    for r in known:
-        if r["table"] == "head":  # two programs that ran the same settings
-            continue
-        asked = r["question"], r["batch"], r["gpu"], r["gpus"], r.get("kernel")
-        questions.setdefault(asked, []).append(r)
-    assert sum(len(asked) > 1 for asked in questions.values()) >= 27  # else nothing is compared
-    for asked in questions.values():
-        fastest_now = min(asked, key=lambda r: r["now_s"])
-        # or it tied: the same step, measured twice on one machine, differs by as much or more
-        fastest_s = min(r["step_s"] for r in asked)
-        assert fastest_now["step_s"] <= (1 + planner.TIE) * fastest_s, asked
+    check_order(known)

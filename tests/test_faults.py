@@ -484,15 +484,23 @@ def test_resumed_run_inherits_its_timeout(tmp_path, monkeypatch):
     """
     timeouts = []
 
-    def train_nothing(*args):
+    def note_timeout() -> None:
         backend = dist.group.WORLD._get_backend(torch.device("cpu"))
         timeouts.append(backend.options._timeout.total_seconds())
+
+    def ten_seconds_more(run) -> float:
+        note_timeout()
+        return run.cfg.timeout + 10
+
+    def train_nothing(*args) -> str:
+        note_timeout()
         return ""
 
     main(f"--out {tmp_path} --steps 1 --timeout 77")
+    monkeypatch.setattr(train, "collective_timeout", ten_seconds_more)
     monkeypatch.setattr(train, "train", train_nothing)
     main(f"--out {tmp_path} --steps 2 --resume")
-    assert timeouts == [77]
+    assert timeouts == [77, 87]  # before and after the seconds of a step are added
 
 
 def test_a_long_step_does_not_time_out():

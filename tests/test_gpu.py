@@ -245,7 +245,7 @@ def test_gpu_first_call_saves_nothing_on_the_host():
     """
     from torch._inductor.utils import fresh_cache
 
-    def host_allocations_of(backward) -> int:
+    def host_requests_of(backward) -> int:
         gate_up, dgate_up = torch.rand(2, 4096, 2 * 4096, device="cuda").bfloat16().unbind()
         da = torch.rand(4096, 4096, device="cuda").bfloat16()
         torch.cuda.reset_peak_memory_stats()
@@ -255,8 +255,8 @@ def test_gpu_first_call_saves_nothing_on_the_host():
         return torch.cuda.host_memory_stats()["active_requests.allocated"] - before
 
     kernel = ops.swiglu_backward_into
-    assert host_allocations_of(kernel) == 0
-    assert host_allocations_of(ops.compiled(kernel.__wrapped__)) > 0
+    assert host_requests_of(kernel) == 0
+    assert host_requests_of(ops.compiled(kernel.__wrapped__)) > 0
 
 
 @needs_gpu

@@ -241,7 +241,8 @@ def test_a_plan_for_more_gpu_memory_than_is_left_is_announced(
     """
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (free * GIB, 80 * GIB))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: reserved * GIB)
-    train.warn_of_short_gpu_memory(SimpleNamespace(gpu_bytes=75 * GIB))
+    plan = SimpleNamespace(gpu_bytes=75 * GIB)
+    train.warn_of_short_gpu_memory(SimpleNamespace(device=torch.device("cuda"), plan=plan))
     text = capsys.readouterr().out
     assert ("WARNING: this plan takes 75.0 GiB" in text) == bool(advice)
     assert not advice or "leave only 73.0 GiB of 80.0 GiB" in text
