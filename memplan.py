@@ -159,11 +159,11 @@ def check(buffers: Sequence[Lifetime], offsets: Sequence[int], peak: int) -> Non
 def to_sections(rows: np.ndarray) -> np.ndarray:
     """Return the rows with start and end counted in sections instead of moments.
 
-    A step is a series of births and deaths of buffers. A section is a run of births without a death
-    between them, together with the deaths that come before it. After its last birth, all buffers of
-    the section are alive at the same time. So two buffers are alive together if and only if they
-    share a section. The plan needs to know nothing else about time, and there are at most n
-    sections. The example at the top has two. A and B are born in section 0. Then A dies, and C is
+    A step is a series of births and deaths of buffers. Cut this series wherever a birth is followed
+    by a death: the pieces are the sections. In a section all deaths come first. So after its last
+    birth all of its buffers are alive at the same time, and two buffers are alive together if and
+    only if they share a section. The plan needs to know nothing else about time, and there are at
+    most n sections. The example at the top has two. A and B are born in section 0. Then A dies, and C is
     born in section 1, so B and C share section 1:
 
         A (0, 2), B (1, 4), C (2, 6)  ->  A (0, 1), B (0, 2), C (1, 2)"""
@@ -232,11 +232,11 @@ def best_first_fit(rows: np.ndarray, deadline: float) -> AddressPlan:
     live = live_bytes(rows)
     lower_bound = int(live.max(initial=0))
     # the most bytes that are alive at any moment of a buffer's life
-    fullest = np.array([live[first:last].max() for first, last in zip(start, end)])
+    most_live = np.array([live[first:last].max() for first, last in zip(start, end)])
     life = end - start
     area = life * size.astype(float)
     orders = [
-        np.lexsort((-area, -life, -fullest)),  # by `fullest`; ties by life, then by area
+        np.lexsort((-area, -life, -most_live)),  # by most_live; ties by life, then by area
         np.argsort(-life, kind="stable"),
         np.argsort(-area, kind="stable"),
         np.argsort(-size, kind="stable"),
@@ -367,7 +367,7 @@ def solve_in_process(rows: np.ndarray, peak: int, deadline: float) -> tuple[np.n
                 check=True,
                 timeout=deadline - time.monotonic(),
             )
-        except subprocess.SubprocessError:  # it failed, or took too long
+        except (subprocess.SubprocessError, OSError):  # it took too long, failed, or did not start
             return np.arange(len(rows)), 0
         with np.load(problem.with_name("solution.npz"), allow_pickle=False) as solution:
             return solution["order"], int(solution["bound"])
@@ -475,31 +475,30 @@ def two_levels(
     members = defaultdict(list)  # the buffers of each pass
     for i, name in enumerate(passes):
         members[name].append(i)
-    outer = members.pop("", [])  # the buffers that belong to no pass
+    without_pass = members.pop("", [])  # the buffers that belong to no pass
 
     plans = {}  # the rows of a pass, in sections -> their plan
-    inner = []  # the plan of each pass
-    for mine in members.values():
-        pass_rows = to_sections(rows[mine])
+    pass_plans = []  # of each pass
+    for buffers_of_pass in members.values():
+        pass_rows = to_sections(rows[buffers_of_pass])
         key = pass_rows.tobytes()
         if key not in plans:
             now = time.monotonic()
             half_the_time = now + (deadline - now) / 2  # leaves time for the other passes
             plans[key] = plan_level(pass_rows, half_the_time)
-        inner.append(plans[key])
+        pass_plans.append(plans[key])
 
     blocks = [
-        (start[mine].min(), end[mine].max(), plan.peak)
-        for mine, plan in zip(members.values(), inner)
+        (start[buffers_of_pass].min(), end[buffers_of_pass].max(), plan.peak)
+        for buffers_of_pass, plan in zip(members.values(), pass_plans)
     ]
-    outer_rows = to_sections(np.concatenate([blocks, rows[outer]]))
-    step = plan_level(outer_rows, deadline)
+    level_2 = plan_level(to_sections(np.concatenate([blocks, rows[without_pass]])), deadline)
 
     offsets = np.empty(len(rows), np.int64)
-    offsets[outer] = step.offsets[len(blocks) :]
-    for base, mine, plan in zip(step.offsets, members.values(), inner):
-        offsets[mine] = base + plan.offsets
-    return AddressPlan(offsets, step.peak, 0, f"two levels, {step.method}")
+    offsets[without_pass] = level_2.offsets[len(blocks) :]
+    for base, buffers_of_pass, plan in zip(level_2.offsets, members.values(), pass_plans):
+        offsets[buffers_of_pass] = base + plan.offsets
+    return AddressPlan(offsets, level_2.peak, 0, f"two levels, {level_2.method}")
 
 
 # ---------------------------------------------------------------------------- files, command line

@@ -56,8 +56,8 @@ the lag:
               n - k - 1 + d begins, so this must be one of the n layers. Backward relies on it, and
               does not wait for copies to the host again.
 
-The planner chooses the largest d that both allow. If layers drop x, or resident layers drop o, it
-takes d = 2.
+The planner chooses the largest d that both allow, but at least 2. If layers drop x, or resident
+layers drop o, it takes d = 2.
 
 Backward reads what was swapped from two *rounding buffers* on the GPU, each with room for one group
 of layers. Group g uses buffer g mod 2. (Memo uses these buffers in forward, too. Here forward
@@ -220,8 +220,8 @@ class SavedLayer:
 
     `tensors` has, by name:
 
-        "x", "o", "lse"     (1, N, C), (1, N, H, D) and (B, H, T), as the kernel returns it; unless
-                            dropped
+        "x", "o", "lse"     (1, N, C), (1, N, H, D), and lse with B*H*T elements, in the shape that
+                            Attention.forward returns (attention.py); unless dropped
         "q", "k", "v"       of saved chunks: (1, tokens of these chunks, heads, D)
         1, 2, 3 ...         the other tensors that autograd saves of saved chunks
 
@@ -467,7 +467,9 @@ class MicroBatch:
     attention: Attention
     host_buffers: list[Tensor] = field(default_factory=list)  # one per swapped layer
     release_host_buffers: Callable | None = None  # gives them to the next micro-batch
-    last_output: int = 0  # storage_id of the output of the last layer that has run
+    # the output of the last layer that has run, if the next layer drops its input. It is kept alive,
+    # because a storage_id is unique only among tensors that are alive
+    last_output: Tensor | None = None
     saved: dict[int, SavedLayer] = field(default_factory=dict)  # by layer
     # by group: the event after which the group is in its rounding buffer
     prefetch_done: dict[int, object] = field(default_factory=dict)
@@ -696,13 +698,14 @@ class ChunkedLayers:
         plan = self.plan
         self.free_offloaded(micro_batch, i - plan.lag)
         drops_x = i % plan.stride != 0
-        if drops_x and storage_id(x) != micro_batch.last_output:
+        if drops_x and storage_id(x) != storage_id(micro_batch.last_output):
             layer = self.first + i
             raise ValueError(
                 f"layer {layer} does not take the very tensor that layer {layer - 1} returned. "
                 f"Backward runs layer {layer - 1} again to recompute this input, and would miss "
                 "what was done between the two layers: do it inside the block"
             )
+        micro_batch.last_output = None
 
         shape = x.shape
         x = self.to_row(x.detach())
@@ -722,7 +725,9 @@ class ChunkedLayers:
         micro_batch.saved[i] = saved
         if i < plan.swapped_layers:
             self.offload(micro_batch, i)
-        micro_batch.last_output = storage_id(y)
+        next_drops_x = i + 1 < plan.layers and (i + 1) % plan.stride != 0
+        if next_drops_x:
+            micro_batch.last_output = y
         return y.view(shape)
 
     def run_half(

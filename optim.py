@@ -101,7 +101,7 @@ class Update(NamedTuple):
     # index in the flat matrix of the range's first element; with tensor parallelism, index in the
     # flat slice that this rank has. The range may end in padding, after the end of the matrix
     start: int
-    weight: Tensor  # in the compute dtype
+    weight: Tensor  # in the compute dtype; of a vector: scratch memory, in float32 or wider
     grad: Tensor  # in the compute dtype or wider
     states: dict[str, Tensor]  # by name, each in its own dtype
     weight_decay: float
@@ -172,15 +172,15 @@ class State:
 class Optimizer:
     """A function and its states.
 
-    update(u: Update) writes u.weight and u.states in place. It must keep three rules, and
-    check_optimizer tests on an example whether it does.
+    update(u: Update) writes u.weight and u.states in place. It must keep four rules.
+    check_optimizer tests them on an example, and lists them under the same numbers.
 
-        1. One state is named "master". It is the weight itself, in float32 or wider. The update
-           sets u.weight to round_weight(master, u.weight.dtype).
+        1. One state is named "master". It is the weight itself, in float32 or wider.
         2. If u.finite is false, nothing changes. Select by torch.where, as `adamw` does, because
            infinity times 0 is not 0.
         3. The update of a range of a matrix does not depend on the rest of the matrix. If it does,
            set whole=True.
+        4. The update sets u.weight to round_weight(master, u.weight.dtype).
 
     It updates every Matrix that is not frozen: the embedding, the head, and the matrices of layers.
     In a layer, q, k and v are one Matrix, and so are gate and up. `vectors` updates norms and
@@ -448,8 +448,8 @@ def slice_on(
     rows    [first row in the slice, shift] for each run of rows (TensorSlice.rows), as int64 on the
             device. A row r of the run is row r + shift of the whole matrix. Example: rows 4 and 5
             of the whole matrix are the slice's rows 0 and 1, so this is [[0, 4]]
-    cols    the slice's first column in the whole matrix, its number of columns, and that of the
-            whole matrix
+    cols    the slice's first column in the whole matrix, its number of columns, and the number of
+            columns of the whole matrix
     """
     if tp_slice is None:
         return None, None
@@ -470,7 +470,9 @@ def check_optimizer(name: str, optimizer: Optimizer) -> None:
     """Raise ValueError if an optimizer breaks one of these rules. Without this check, a run with it
     would train wrong, and no error would say so.
 
-        1. One state is named "master", and no two have the same name. Matrices and vectors have
+        1. One state is named "master". It is in float32 or wider, because bf16 would round small
+           updates away. No two states have the same name, and none is named "frozen" or "rest of
+           master", as other tensors are in a checkpoint or on the host. Matrices and vectors have
            the state that --export writes.
         2. A step that is not finite changes neither the weight nor a state.
         3. Updating a matrix in two halves gives the same as updating it at once, unless
@@ -486,6 +488,17 @@ def check_optimizer(name: str, optimizer: Optimizer) -> None:
         raise ValueError(
             f"--optimizer {name}: its states are {', '.join(s.name for s in optimizer.states)}; "
             'states must have different names, and one must be "master", the weight itself'
+        )
+    if reserved := {"frozen", REST} & set(dtypes):
+        raise ValueError(
+            f"--optimizer {name}: a state may not be named {' or '.join(sorted(reserved))}, because "
+            "other tensors have this name. Choose another one"
+        )
+    master = optimizer.dtypes(torch.float32)["master"]
+    if torch.promote_types(master, torch.float32) != master:
+        raise ValueError(
+            f'--optimizer {name}: the state "master" is in {master}, which would round small '
+            "updates away. It must be in float32 or wider"
         )
     vectors = optimizer.vectors or ADAMW
     for what, states in (("matrices", optimizer.states), ("vectors", vectors.states)):
@@ -668,16 +681,17 @@ class HostStates:
     """Streams optimizer states from page-locked host memory through the GPU, for their update.
 
     Each matrix goes in pieces. The updates run on host_update, a stream of shard.States that
-    overlaps with the next forward. An update takes long, because it shares the GPU with the
-    forward. So there are three buffers A, B and C, which the pieces use in turn. While one of them
-    is being updated, the next one is filled, and the one before is copied back:
+    overlaps with the next forward. Three things run at a time: one piece is copied to the GPU, one
+    is updated, and one is copied back. So there are three buffers A, B and C, which the pieces use
+    in turn:
 
         stream_in      piece 0 -> A  piece 1 -> B  piece 2 -> C      piece 3 -> A
         host_update                 |0|           |1|              |2|
         stream_out                      A -> piece 0  B -> piece 1     C -> piece 2
 
-    The copies into the first three buffers do not wait for compute, because the states do not
-    depend on the gradients. So they may run while the GPU still runs the backward.
+    The copies of the first three pieces to the GPU wait neither for compute nor for an update,
+    because the states do not depend on the gradients. So they may run while the GPU still runs the
+    backward.
 
     If the host stores only the rest of the master weights, each piece does three things on
     host_update: join_master makes its master weights, the optimizer updates them, and split_master

@@ -36,6 +36,7 @@ import ctypes
 import functools
 import hashlib
 import os
+import socket
 import subprocess
 from bisect import bisect
 from collections import Counter
@@ -131,11 +132,12 @@ def load_allocator(device_type: str) -> ctypes.CDLL:
     library = folder / f"{key[:16]}.so"
     if not library.exists():
         folder.mkdir(parents=True, exist_ok=True)
-        unfinished = library.with_suffix(f".{os.getpid()}")
+        # machines that share the folder may run processes with the same number
+        unfinished = library.with_suffix(f".{socket.gethostname()}.{os.getpid()}")
         done = subprocess.run([*command, "-o", unfinished], capture_output=True, text=True)
         if done.returncode:
             raise ValueError(f"{' '.join(command)} failed:\n{done.stderr[-2000:]}")
-        unfinished.rename(library)  # atomic, so that no other process loads half a file
+        unfinished.replace(library)  # atomic, so that no other process loads half a file
 
     allocator = ctypes.CDLL(str(library))
     allocator.recorded.restype = ctypes.POINTER(ctypes.c_int64)
@@ -153,7 +155,7 @@ class StepMemory:
 
         memory = StepMemory()
         memory.run(step, *inputs)   # as often as you like
-        memory.counts               # requests of the last replay, by what became of them (COUNTS)
+        memory.counts               # of the last replay: number of requests per outcome (COUNTS)
         memory.give_back()          # frees the arena until the next run, if other code needs memory
 
     On a CPU, the tensors of the whole process are planned. On a GPU, only the tensors that the

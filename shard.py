@@ -26,8 +26,8 @@ are the halves of a.
     cross os       {0,4} {1,5} {2,6} {3,7}    the same optimizer states
     replicate      {0,2,4,6} {1,3,5,7}        the same p-shard, on all ranks
 
-Ranks are numbered node by node, and neighbouring ranks share shards. So shards fill one node before
-they use the next one. The example has layout "intra" (intra-tensor): a subgroup splits its p-shard
+Ranks are numbered node by node, and the shards of one matrix lie on neighbouring ranks. So they
+fill one node before they use the next one. The example has layout "intra" (intra-tensor): a subgroup splits its p-shard
 evenly. In layout "inter" (inter-tensor), which AMSP uses, the p-shard of each matrix has one owner
 in the subgroup, and the owner updates all of it.
 
@@ -68,7 +68,7 @@ it. "(on X)" means that stream X waits instead:
                                           that run whole, the matrix
                                           that is used just before
     grad_scatter     scatter_grad         the backward of the layers     add_grad, before it fills
-                                          that follow                    the buffer again;
+                                          that run next                  the buffer again;
                                                                          reduce_unit (on
                                                                          grad_reduce);
                                                                          finish_gradients
@@ -108,9 +108,12 @@ Set-up, and then a training step as train.run_step runs it:
 
     states.begin_step()
     for tokens, labels in micro_batches:     # each Matrix calls unshard and add_grad
-        model(tokens, labels).backward()
+        model(tokens, labels, scale).backward()
     states.finish_gradients()
     norm, finite = states.update(lr, clip)
+
+Gradients are summed over micro-batches and ranks, and never averaged. So every micro-batch on every
+rank gets the same scale: 1 / (number of labels in the whole batch, on all ranks).
 
 Every rank must use every Matrix that trains exactly once per pass. Otherwise the step changes
 nothing, and check_uses raises an error that names the matrix. Uses of frozen matrices are not
@@ -201,15 +204,15 @@ def parse_strategy(text: str, ranks: int) -> Factors:
     """Return the factors of a named strategy, such as "zero3" or "mics:4". Raises ValueError with
     all names if the name is unknown."""
     name, _, number = text.partition(":")
-    k = int(number) if number.isdigit() else 0
+    k = int(number) if number.isdecimal() else 0
     # fmt: off
     rows = {  #         p      g      os
         "ddp": Factors(1, 1, 1),
         "zero1": Factors(1, 1, ranks),
         "zero2": Factors(1, ranks, ranks),
         "zero3": Factors(ranks, ranks, ranks),
-        "mics:K": Factors(k, k, k),
-        "zero1.5:K": Factors(1, 1, k),
+        "mics:K": Factors(k, k, k),  # MiCS: each K ranks hold all model states together
+        "zero1.5:K": Factors(1, 1, k),  # zero1 within each K ranks
     }
     # fmt: on
     factors = rows.get(f"{name}:K" if k else name)
@@ -304,9 +307,9 @@ class ShardedParam:
     unsharded_param: Buffer
 
     # gradients
-    # the sum of the micro-batches so far. After finish_gradients, owned_grad, which is all or a
-    # part of grad_shard, is summed over all ranks, too. Size: (S/g,), with one exception: in layout
-    # inter with g > p, the owner has (S/p,), and the other ranks have (0,)
+    # the sum over this step's micro-batches so far. After finish_gradients, its part owned_grad
+    # (perhaps all of it) is also the sum over all ranks. Size: (S/g,), with one exception: in
+    # layout inter with g > p, the owner has (S/p,), and the other ranks have (0,)
     grad_shard: Tensor
     # (S,): the gradient of one micro-batch, from its first contribution until its `event` is
     # reached; or grad_shard itself, if grad_accumulates_in_place
@@ -319,7 +322,7 @@ class ShardedParam:
     owned_grad: Tensor
     # the ranks with the same owned_grad (intra) or the same p-shard (inter), which all-reduce their
     # gradients once per step; None: only this rank
-    replicas: dist.ProcessGroup | None
+    replica_group: dist.ProcessGroup | None
     # how many times a backward pass on this rank adds to the gradient. In a layer: once per token
     # chunk. Embedding and head: once, but twice if they are one tied matrix on one rank. Frozen: 0
     contributions: int
@@ -354,8 +357,8 @@ class ShardedParam:
 
 @dataclass(eq=False)
 class Unit:
-    """The matrices of one layer; or the embedding; or the head. They are gathered and reduced
-    together. A tied matrix belongs to the embedding."""
+    """The matrices of one layer, or one matrix outside the layers: the embedding, or the head. In
+    forward, all matrices of a unit are gathered at once. A tied matrix belongs to the embedding."""
 
     name: str  # such as "blocks.0"
     index: int  # the unit's number, in the order of use
@@ -383,10 +386,10 @@ class Unit:
 
 
 class GatherPlan(NamedTuple):
-    """Which parameters unshard gathers. Those that are in their buffers already are skipped."""
+    """Which parameters unshard gathers. It skips those whose buffers already hold them."""
 
-    now: Sequence[ShardedParam]  # include the one that is used next, for which the pass waits
-    ahead: Sequence[ShardedParam]  # prefetched for a later use
+    now: Sequence[ShardedParam]  # launched first: the parameter that is used next, and others
+    ahead: Sequence[ShardedParam]  # launched after them, for a later use
 
 
 @dataclass(frozen=True)
@@ -590,7 +593,8 @@ class States:
     resident_states: InitVar[int] = 0
     optimizer: Optimizer = ADAMW  # of matrices; its field `vectors` is the optimizer of vectors
     seed: int = 0  # of the run, for an optimizer that rounds at random
-    # where gradients of several micro-batches add up: "fp32" (float32 or wider), or "dtype"
+    # the dtype in which gradients of several micro-batches are summed: "fp32" (float32, or the
+    # compute dtype if it is wider), or "dtype" (the compute dtype)
     grad_sums: str = "fp32"
 
     def __post_init__(
@@ -756,16 +760,18 @@ class States:
         return torch.zeros(shape, dtype=dtype, device=self.device)
 
     def shared_buffer(
-        self, kind: str, unit: Unit, path: str, size: int, dtype: torch.dtype
+        self, kind: str, unit: Unit, path: str, module: Matrix, size: int, dtype: torch.dtype
     ) -> Buffer:
         """Return the buffer (size,) for the matrix at this path. kind: "param" or "grad".
 
-        Every second layer shares a buffer: blocks.0.qkv, blocks.2.qkv and so on have one, and
-        blocks.1.qkv, blocks.3.qkv and so on have another. Embedding and head each have a buffer of
-        their own, because layers must not fill it between the two uses of a tied matrix."""
+        The layers of this rank use two buffers in turn. Without virtual stages, blocks.0.qkv,
+        blocks.2.qkv and so on have one, and blocks.1.qkv, blocks.3.qkv and so on have the other.
+        Embedding and head each have a buffer of their own, because layers must not fill it between
+        the two uses of a tied matrix. Matrices of different shapes share none: the padding behind a
+        gradient has to stay zero, because the gradient's norm counts it."""
         users = unit.index % 2 if unit.is_layer else unit.name
         path_in_unit = path.replace(f"{unit.name}.", "")
-        key = kind, users, path_in_unit, size, dtype
+        key = kind, users, path_in_unit, module.shape, size, dtype
         if key not in self.shared_buffers:
             self.shared_buffers[key] = Buffer(self.zeros(size, dtype))
         return self.shared_buffers[key]
@@ -803,7 +809,9 @@ class States:
             grad_shard = owned_grad = self.zeros(len(owned_param), self.grad_dtype)
 
         if f.p > 1:
-            unsharded_param = self.shared_buffer("param", unit, path, padded_size, self.dtype)
+            unsharded_param = self.shared_buffer(
+                "param", unit, path, module, padded_size, self.dtype
+            )
         else:
             unsharded_param = Buffer(param_shard)
 
@@ -812,7 +820,7 @@ class States:
         sum_needs_wider = contributions > 1 and self.grad_dtype != self.accum_dtype
         if (f.g > 1 or sum_needs_wider) and not module.frozen:
             dtype = self.accum_dtype if contributions > 1 else self.dtype
-            unsharded_grad = self.shared_buffer("grad", unit, path, padded_size, dtype)
+            unsharded_grad = self.shared_buffer("grad", unit, path, module, padded_size, dtype)
         else:
             unsharded_grad = Buffer(grad_shard)
 
@@ -829,7 +837,7 @@ class States:
             unsharded_grad=unsharded_grad,
             owned_param=owned_param,
             owned_grad=owned_grad,
-            replicas=self.slice_replicas if module.tp_slice else self.whole_replicas,
+            replica_group=self.slice_replicas if module.tp_slice else self.whole_replicas,
             contributions=contributions,
         )
 
@@ -1021,7 +1029,8 @@ class States:
 
     def plan_gathers(self, param: ShardedParam, unit: Unit, backward: bool) -> GatherPlan:
         """Return what to gather when `unit` is about to use `param`. All ranks gather in the same
-        order, even if one of them skips a matrix."""
+        order, even if one of them skips some matrices of a unit. If it skips a whole unit, the
+        order differs (complete_pass)."""
 
         # without overlap: the whole unit as it begins, nothing ahead
         if not self.streams["param_gather"].overlap:
@@ -1127,9 +1136,10 @@ class States:
 
             on a CPU, where nothing overlaps   in a reduction; or in a gather, if p > 1 and
                                                gather_layers is False
-            on any device                      in the gathers of a layer whose input is recomputed,
-                                               and in the exchanges of attention and of tensor
-                                               parallelism
+            on any device                      in the gathers of a layer whose input is recomputed;
+                                               in the exchanges of attention and of tensor
+                                               parallelism; and, if p > 1, in the gathers after a
+                                               layer of which the rank uses no matrix at all
         """
         if self.factors.p > 1 and unit.read_in_backward:
             self.launch_param_gather(unit.params[::-1])
@@ -1172,7 +1182,9 @@ class States:
         first_micro_batch = param.unit.passes_done == 0
         kept = len(param.grad_shard)
         stream = self.streams["grad_scatter"]
-        # It waits for compute. So the gradient is complete, and the last update has read grad_shard
+        # It waits for compute, so the gradient is complete. The last update has read grad_shard,
+        # too: it ran on compute; or it ran on host_update, and then this step's forward has waited
+        # for it (broadcast_done)
         with stream.after_compute():
             grad = param.unsharded_grad.data
             if f.g > 1:  # it is sent in the compute dtype (g = 1: reduce_unit sends the sum)
@@ -1198,7 +1210,7 @@ class States:
                 # It adds this sum to its gradient first, so the result has all micro-batches
                 if not first_micro_batch:
                     grad[:kept] += param.grad_shard
-                dist.all_reduce(grad, group=param.replicas)
+                dist.all_reduce(grad, group=param.replica_group)
                 param.grad_shard.copy_(grad[:kept])
             stream.done_reading(param.as_matrix(param.unsharded_grad.data))
         param.unsharded_grad.event = stream.record_event()
@@ -1215,7 +1227,7 @@ class States:
         if f.g > f.p and self.layout == "inter":
             return  # scatter_grad has summed over all replicas
         trained = unit.trained_params
-        if f.g == f.os and not any(param.replicas for param in trained):
+        if f.g == f.os and not any(param.replica_group for param in trained):
             return  # no other rank has anything to add
 
         if self.grad_dtype != self.dtype:
@@ -1223,7 +1235,7 @@ class States:
         else:
             launches = [
                 list(params)
-                for _, params in itertools.groupby(trained, lambda param: param.replicas)
+                for _, params in itertools.groupby(trained, lambda param: param.replica_group)
             ]
         with self.streams["grad_reduce"].after_compute():
             # waits for complete grad_shards; hidden by the backward of the layers that follow
@@ -1239,7 +1251,7 @@ class States:
         """
         f = self.factors
         scatters = self.layout == "intra" and f.g < f.os
-        group = params[0].replicas
+        group = params[0].replica_group
         if not (group or scatters):
             return
 

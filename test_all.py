@@ -577,7 +577,7 @@ def product_numbers(case: dict) -> tuple[tuple[int, ...], ...]:
     """Return a number for each sequence and position of a batch, (BATCH, SEQ). Two tokens have the
     same number if a case multiplies them at once.
 
-    That is, if they belong to the same micro-batch of the same data-parallel rank, to the same
+    That is, if they belong to the same micro-batch of the same data-parallel group, to the same
     sequence-parallel rank, and to the same token chunk.
     """
     plan = plan_of(case)
@@ -585,7 +585,7 @@ def product_numbers(case: dict) -> tuple[tuple[int, ...], ...]:
     sequence = np.arange(BATCH)[:, None]
     position = np.arange(SEQ)
 
-    # a data-parallel rank has consecutive sequences, and a micro-batch has consecutive ones of them
+    # a data-parallel group has consecutive sequences, and so has a micro-batch
     micro_batch, row = np.divmod(sequence, plan.micro_batch)
 
     # the sequence has 2R parts, and ring rank r of R has the parts r and 2R - 1 - r, one after the
@@ -920,7 +920,7 @@ def find_rounded_gradients(states: shard.States) -> list[str]:
     return [
         f"gradients of {param.name} were rounded to bf16"
         for param in states.sharded_params.values()
-        if param.replicas is None
+        if param.replica_group is None
         and param.grad_shard.any()
         and torch.equal(param.grad_shard.bfloat16(), param.grad_shard)
     ]
@@ -1957,9 +1957,14 @@ def test_forks_that_would_train_wrong_are_refused(group):
     model.blocks[1] = StoresTensor(model.cfg)
     with raises(ValueError, match="stores tensors in attributes .*penalty.*would be wrong"):
         chunked(torch.float64)
-    model.layer_runner = lambda *a: lambda i, x, run=layers.start(*a): run(i, x + 1)
-    with raises(ValueError, match="layer 1 does not take the very tensor that layer 0 returned"):
-        model(*example(seq=SEQ, vocab=67))
+    # what a fork may do to a layer's input. `x / 2 + 1` frees x, and may get its address
+    for change in (lambda x: x + 1, lambda x: x / 2 + 1, lambda x: (x * x).relu()):
+        model.layer_runner = lambda *a, change=change: (
+            lambda i, x, run=layers.start(*a): run(i, change(x))
+        )
+        message = "layer 1 does not take the very tensor that layer 0 returned"
+        with raises(ValueError, match=message):
+            model(*example(seq=SEQ, vocab=67))
 
     # a product that recomputation leaves out
     with ops.recomputation(model.head):

@@ -393,6 +393,7 @@ def forgets_skips(u):
         (by_index_in_matrix, "master", None),
         (forgets_skips, "master", "a step that is not finite changes 'master'"),
         (lars, "weight", 'its states are weight; .* one must be "master"'),
+        (lars, "master frozen", "a state may not be named frozen"),
         (lars, "master master", "its states are master, master; states must have different names"),
     ],
 )
@@ -404,6 +405,9 @@ def test_an_optimizer_proves_that_it_may_update_parts(update, states, says):
     """
     optim.check_optimizer("adamw", optim.ADAMW)
     optim.check_optimizer("muon", optim.OPTIMIZERS["muon"])
+    narrow = optim.Optimizer(lars, (optim.State("master", torch.bfloat16),))
+    with raises(ValueError, match='the state "master" is in torch.bfloat16'):
+        optim.check_optimizer("narrow", narrow)
     optimizer = optim.Optimizer(update, tuple(map(optim.State, states.split())))
     if says is None:
         optim.check_optimizer("other", optimizer)
@@ -1030,6 +1034,50 @@ class AllButHead(model.LLaMA):
     def __init__(self, *args):
         super().__init__(*args)
         self.blocks.requires_grad_(False)
+
+
+class WidthsDiffer(model.LLaMA):
+    """A LLaMA whose first layer has a narrower MLP than the others."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.blocks[0] = model.Block(replace(self.cfg, ffn=self.cfg.ffn - 2))
+
+
+def compare_norms_of_layers_that_differ(lines: list[str]) -> None:
+    """Compare the gradient's norm of a model whose layers have different sizes with that of
+    PyTorch's autograd. Runs on each rank."""
+    torch.compiler.set_stance("force_eager")
+    groups = {}
+    train.LLaMA = WidthsDiffer
+    for line in lines:
+        made, llama, states = make_run(make_case(line), groups, SpoilingStream)
+        train.load_random_weights(made, states)
+        batch = train.load_batch(made, 0)
+        _, norm, _ = train.run_step(llama, states, batch, 0.0, 0.0)
+
+        plain = WidthsDiffer(made.plan.model, attention.Attention("cpu")).to(torch.float64)
+        for name, weight in plain.named_parameters():
+            first = model.initial_weight(
+                name, weight.shape, plain.weight_init[name], made.cfg.seed, CPU
+            )
+            weight.data.copy_(first)
+        for micro_batch in batch.micro_batches():
+            plain(*micro_batch).backward()
+        grads = [weight.grad for weight in plain.parameters()]
+        for grad in grads:
+            dist.all_reduce(grad)
+        expected = torch.stack([grad.norm() for grad in grads]).norm()
+        torch.testing.assert_close(norm.double(), expected, rtol=1e-9, atol=0)
+
+
+def test_layers_may_have_different_sizes():
+    """The gradient's norm is right if layers have different sizes, although they share buffers.
+
+    Catches a larger layer's gradient that stays behind a smaller one in a buffer, and is counted.
+    """
+    lines = ["2 g=2 os=2", "2 p=2 g=2 os=2 micro=2", "2 os=2 micro=2"]
+    on_ranks(2, compare_norms_of_layers_that_differ, lines)
 
 
 class OnlyMatrices(model.LLaMA):
