@@ -16,8 +16,9 @@ Legend:
     V vocabulary                            P parameters of a rank before they are sharded. (Frozen
                                             ones have no gradients and no optimizer states)
     p, g, os sharding factors (AMSP)        e bytes per element, tp tensor-parallel ranks
-    n layers of a virtual stage that backward reaches: all, unless the first ones are frozen. The
-      last k of them are resident: they copy nothing to the host
+    n number of layers of a virtual stage that backward reaches. These are all its layers, unless
+      the first ones are frozen
+    k number of resident layers: the last k of the n layers, which copy nothing to the host
     m layers per group. Only a group's first layer saves its input x
     x a layer's input, o attention's output, h = x + the output projection of o
     y the layer's output, dx the gradient of x, and so on
@@ -40,14 +41,16 @@ swap S_others.
 
     term                formula                                                         GiB
     parameters          2 P / p bytes, bf16                                            6.28
-    gradients           2 P / g bytes, bf16                                            6.28
+    gradients           2 P / g bytes, bf16; 4 P / g in float32 if several             6.28
+                        micro-batches add up (grad_sums)
     optimizer           12 P / os bytes: master weight and two moments in float32;    18.83
                         on the host 10 P / os (optim.py)
     gathered weights    2 bytes x (matrices of 2 layers + embedding + head); 0 if      1.24
                         p = 1
-    whole gradients     2 bytes x (the same matrices), 0 if g = 1; but 4 bytes for     1.24
-                        matrices of layers in several token chunks, whose
-                        gradients add up in float32 (weight_buffer_bytes)
+    whole gradients     2 bytes x (the same matrices) if g > 1, and 0 if g = 1.        1.24
+                        Gradients of layers in several token chunks add up in
+                        float32, so these take 4 bytes, for g = 1 too, unless the
+                        kept gradients are in float32 (weight_buffer_bytes)
     activations         14 x (S_input + S_attn) = 14.11, 13 x S_others = 60.94,       86.44
                         and two rounding buffers of all three = 2 x 5.70
                         (backward reads swapped layers from these buffers)
@@ -66,14 +69,17 @@ Seconds. They are computed in three levels:
                  a pass slows the pass down. Communication that the pass cannot
                  hide is exposed: it makes the step longer
 
-In a pipeline the stages differ. We count the bytes of an imaginary stage, which has the most of
-everything: the micro-batches in flight of the first stage, and the layers and logits of the last
-stage. The seconds are those of the last stage, which has the most layers, plus its idle time.
+In a pipeline the stages differ. We count an imaginary stage, which has the most of everything: the
+micro-batches in flight of the first stage, the logits of the last stage, as many layers as the
+largest stage, and in each virtual stage the activations of the largest one. Its seconds are those
+of these layers, of head and loss, and its idle time.
 
 Left out: ranks that wait for a slower one, the first step's compilation, reductions of a few
 numbers such as the loss (0.1 % of the shortest steps), the embedding's forward, and the last norm.
-If optimizer states stream from the host, they add only the time by which streaming exceeds a whole
-forward, although a layer may wait for its own update earlier. Bytes of CUDA's context, of NCCL and
+If optimizer states stream from the host, three things are counted: the seconds by which streaming
+exceeds the first forward, the seconds of the update itself, and longer waits for copies of
+activations, because both use the link to the host (link_busy_seconds). Left out is that a layer may
+wait for its own update during the first forward. Bytes of CUDA's context, of NCCL and
 of fragments between tensors are not counted either: the planner leaves 5 % of the GPU for them
 (planner.GPU_SHARE). A pipeline is timed as if a micro-batch ran through all layers of a stage at
 once. Its activations are counted as if backward reached as many layers of every stage as of the
@@ -102,9 +108,13 @@ from model import ModelConfig, flops_per_token
 from offload import ActivationPlan, matrices_of, trace_block
 from ops import accumulation_dtype, loss_chunks
 from optim import ADAMW, OPTIMIZERS, PIECE_BUFFERS, PIECE_ELEMENTS, REST, Optimizer
+from pipeline import most_layers_of_a_stage
 from shard import STREAMS, Factors
 
 # ---------------------------------------------------------------------------- plans
+
+# what --overlap may name: the streams of model states, and the messages between pipeline stages
+OVERLAP_CHOICES = (*STREAMS, "pipeline")
 
 
 @dataclass(frozen=True)
@@ -130,12 +140,14 @@ class Plan:
     # with os_place host: how many of a stage's first layers have their states on the GPU
     resident_states: int = 0
     optimizer: str = "adamw"  # a row of optim.OPTIMIZERS, for matrices
-    grad_sums: str = "fp32"  # dtype in which gradients of micro-batches add up: fp32, or dtype
-    products: str = "dtype"  # of the layers: in dtype, or fp8 (fp8.py)
+    # how gradients of micro-batches add up. "fp32": in float32. "dtype": in the field dtype
+    grad_sums: str = "fp32"
+    # how layers multiply matrices. "dtype": in the field dtype. "fp8": in float8 (fp8.py)
+    products: str = "dtype"
     keeps_casts: bool = False  # fp8: keep casts of all weights from one update to the next
     # on: the addresses of a step's tensors are planned, and a step on one stream is a CUDA graph
     memplan: str = "off"
-    overlap: tuple[str, ...] = STREAMS  # the streams that run concurrently with computation
+    overlap: tuple[str, ...] = OVERLAP_CHOICES  # the communication that runs beside computation
     activations: ActivationPlan | None = None  # None: layers keep all skeletal activations on GPU
     memory: dict[str, float] = field(default_factory=dict)  # bytes of GPU memory, by term
     host: dict[str, float] = field(default_factory=dict)  # bytes of host memory per rank, by term
@@ -298,7 +310,8 @@ class Plan:
             return 0, self.trained_params
         layers = sum(self.counts.trained_layer_params[: self.resident_states])
         if self.pp > 1:
-            layers = self.resident_states * max(self.counts.trained_layer_params)
+            resident_layers = min(self.resident_states, self.stage_layers)
+            layers = resident_layers * max(self.counts.trained_layer_params)
         embedding = 0
         if self.counts.trains_embedding or self.sums_vocab_grads:
             embedding = math.prod(self.vocab_matrix)
@@ -320,7 +333,7 @@ class Plan:
     @property
     def stage_layers(self) -> int:
         """Return how many layers the largest stage has."""
-        return self.pp_chunks * self.virtual_stage_layers
+        return most_layers_of_a_stage(self.model.layers, self.pp, self.pp_chunks)
 
     @property
     def tokens(self) -> int:
@@ -1197,12 +1210,12 @@ def memory_of_states(plan: Plan) -> tuple[dict[str, float], dict[str, float]]:
 
 def with_bytes(plan: Plan) -> Plan:
     """Return the plan with its fields `memory` and `host` counted."""
-    layer, kept = skeletal_bytes(plan), plan.activations
+    layer, activations = skeletal_bytes(plan), plan.activations
     memory, host = memory_of_states(plan)
 
-    if kept:
-        memory["activations"] = plan.passes_in_flight * activation_gpu_bytes(kept, layer)
-        host["activations"] = plan.passes_in_flight * activation_host_bytes(kept, layer)
+    if activations:
+        memory["activations"] = plan.passes_in_flight * activation_gpu_bytes(activations, layer)
+        host["activations"] = plan.passes_in_flight * activation_host_bytes(activations, layer)
     else:
         memory["activations"] = plan.passes_in_flight * plan.reached_layers * sum(layer)
 
@@ -1353,16 +1366,18 @@ def exposed_and_slowed(compute, communication, slowdowns):
 
 @dataclass(frozen=True)
 class LayerSeconds:
-    """Seconds of one layer for a micro-batch, without the communication of model states."""
+    """Seconds of one layer for a micro-batch, without the communication of model states.
+
+    If backward reaches only some layers, `backward`, `last_matrix` and the backward part of `named`
+    are means over all layers. `recompute` is for a layer that backward reaches.
+    """
 
     forward: float
     backward: float
-    last_matrix: float  # of backward: its first part, up to the gradients of the matrix `down`
+    last_matrix: float  # the first part of backward, which ends with the gradients of `down`
     attention: float  # of forward: attention and its all-to-alls
     post: float  # of forward: from attention's output to the next layer's input
-    # what backward adds for a layer that recomputes S_others of all its tokens. (The other numbers
-    # are means over all layers. This one is for a layer that backward reaches)
-    recompute: float
+    recompute: float  # what backward adds if a layer recomputes S_others of all its tokens
     named: dict[str, float]  # of both passes: attention, all-to-all, tensor exchanges
 
 
@@ -1701,7 +1716,8 @@ def attention_seconds(est, plan, backward):
     )
     exposed_exchange = exchange
     if backward and plan.recompute == "auto":
-        # matrix products hide it. We count it, instead, among the exchanges that the kernel hides
+        # matrix products hide the all-to-alls of the first and of the last group, and the kernel
+        # hides the others. To keep it simple, we let the kernel hide all of them
         exposed_exchange = 0.0
 
     # the exchanges of the ring
@@ -1801,15 +1817,24 @@ def unit_seconds(est, plan, matrices, trained_shares):
     return seconds
 
 
-def update_bytes(dtype: torch.dtype, optimizer: Optimizer = ADAMW, place: str = "gpu") -> int:
-    """Return the bytes per parameter that an update reads and writes in GPU memory. place: where
-    the states are stored, "gpu" or "host".
+def update_bytes(
+    dtype: torch.dtype,
+    optimizer: Optimizer = ADAMW,
+    place: str = "gpu",
+    grad_bytes: int | None = None,
+) -> int:
+    """Return the bytes per parameter that an update reads and writes in GPU memory.
+
+    place: where the states are stored, "gpu" or "host". grad_bytes: of an element of the gradient;
+    None: as many as of a weight.
 
     AdamW reads a gradient, the master weight and two moments. It writes a weight, the master weight
     and two moments. If the host stores only the rest of the master weight, join_master and
     split_master move 16 bytes more: each of them reads 4 and writes 4.
     """
-    moved = 2 * (dtype.itemsize + optimizer.bytes_per_parameter(dtype))
+    if grad_bytes is None:
+        grad_bytes = dtype.itemsize
+    moved = grad_bytes + dtype.itemsize + 2 * optimizer.bytes_per_parameter(dtype)
     if REST in optimizer.stored_dtypes(dtype, place):
         moved += 16
     return moved
@@ -1827,6 +1852,15 @@ def streaming_seconds(est: Estimator, plan: Plan) -> float:
     _, host = memory_of_states(plan)
     layers = plan.stage_layers * plan.micro_batches
     return host["optimizer"] / est.profile.state_streaming / layers
+
+
+def link_busy_seconds(est: Estimator, plan: Plan) -> float:
+    """Return the seconds of a layer's forward in which optimizer states occupy the link to the
+    host, so that copies of activations wait. A mean, as streaming_seconds is.
+
+    It is 0 if the states stream while nothing else runs, without host_update in --overlap.
+    """
+    return streaming_seconds(est, plan) if "host_update" in plan.overlap else 0.0
 
 
 def exposed_seconds(est, plan, compute, traffic, last_matrix=math.inf):
@@ -1891,12 +1925,12 @@ def communication_passes(est, plan, forward, backward, last_backward, last_matri
 
     forward, backward, last_backward: seconds of a pass through all layers of a stage.
 
-        outside of all passes    weights, gradients and broadcasts of one vocabulary matrix and of
+        outside of all passes    gathers, reductions and broadcasts of one vocabulary matrix and of
                                  one layer. No pass hides them: they are exposed
-        first forward            weights, and broadcasts of updated parameters
-        other forwards           weights
-        backwards but the last   weights, and gradients to their shards
-        last backward            weights, gradients to their shards, and sums over replicas
+        first forward            gathers, and broadcasts of updated parameters
+        other forwards           gathers
+        backwards but the last   gathers, and reduce-scatters of gradients
+        last backward            the same, and sums of gradients over replicas
     """
     layers, count = plan.stage_layers, plan.micro_batches
     per_layer = unit_seconds(est, plan, plan.matrices, plan.trained_shares)
@@ -2017,7 +2051,8 @@ def local_seconds(est, plan):
     if plan.grad_bytes != e and sums_replicas:
         casts = moved_bytes(CAST_SUMS, nbytes)
 
-    bytes_per_param = update_bytes(plan.dtype, OPTIMIZERS[plan.optimizer], plan.os_place)
+    optimizer = OPTIMIZERS[plan.optimizer]
+    bytes_per_param = update_bytes(plan.dtype, optimizer, plan.os_place, plan.grad_bytes)
     updated = imbalance(plan) * params * bytes_per_param / f.os
     update = updated / est.profile.optimizer + est.moved(moved_bytes(NORM, nbytes))
     return est.moved(sums), est.moved(casts), update
@@ -2144,7 +2179,7 @@ def step_seconds(est: Estimator, plan: Plan, states: bool = True) -> dict[str, f
     recomputation = waits = 0.0  # per layer
     if plan.activations:
         recomputation = recomputation_seconds(plan.activations, s) / plan.virtual_stage_layers
-        busy = streaming_seconds(est, plan)
+        busy = link_busy_seconds(est, plan)
         host = est.profile.to_host
         waits = copy_waits(plan.activations, skeletal_bytes(plan), s, host, busy)
         waits = waits / plan.virtual_stage_layers
@@ -2196,11 +2231,19 @@ def exposed_messages(plan):
 
     Several virtual stages per stage: only the first micro-batch's messages are exposed. Later, a
     stage has other passes to run while a message travels.
+
+    Without "pipeline" in --overlap, each message that a stage receives is exposed. A micro-batch
+    brings two of them to a virtual stage, and only one to the model's first and last one.
     """
-    stages = plan.pp
-    if plan.pp_chunks > 1:
-        return 2 * (stages * plan.pp_chunks - 1)
-    return 2 * (stages - 1) * plan.micro_batches / stages + 2 * (stages - 2)
+    stages, virtual_stages = plan.pp, plan.pp_chunks
+    if virtual_stages > 1:
+        exposed = 2 * (stages * virtual_stages - 1)
+    else:
+        exposed = 2 * (stages - 1) * plan.micro_batches / stages + 2 * (stages - 2)
+    if "pipeline" in plan.overlap:
+        return exposed
+    received = 2 * virtual_stages - (stages == 2)  # with two stages, each is the first or the last
+    return max(exposed, received * plan.micro_batches)
 
 
 def predict(plan: Plan, profile: Profile, kernel: str = "auto", processor: str = "") -> Plan:

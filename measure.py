@@ -325,7 +325,7 @@ class Machine:
             times.append([start, middle, time.perf_counter()])
         warm = times[2 * micro_batches :]  # two steps warm up
         seconds = np.diff(warm).mean(0)  # of forward and backward
-        return (seconds / layers).tolist()
+        return np.max(gather_objects(seconds / layers), axis=0).tolist()
 
     def head_group_launches(self):
         """Return the seconds that the host takes to launch one head group of attention, in forward

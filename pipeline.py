@@ -160,18 +160,30 @@ def max_in_flight(order: list[Pass], virtual_stage: int) -> int:
 # ---------------------------------------------------------------------------- layers of a stage
 
 
-def keep_stage(model: LLaMA, stage: int, stages: int, virtual_stages: int) -> list[range]:
-    """Remove the layers, embedding and head of the other stages from a model. A tied matrix stays
-    on the first stage as embedding, and on the last one as head.
-
-    Returns the layers of each virtual stage of this stage. The numbers of layers of any two virtual
-    stages differ by at most one.
-    """
-    layers = model.cfg.layers
+def layers_of_stage(layers: int, stage: int, stages: int, virtual_stages: int) -> list[range]:
+    """Return the layers of each virtual stage of a stage. The numbers of layers of any two virtual
+    stages differ by at most one. layers: of the whole model."""
     count = stages * virtual_stages  # virtual stages of the whole model
-    kept = [
+    return [
         range(i * layers // count, (i + 1) * layers // count) for i in range(stage, count, stages)
     ]
+
+
+@functools.cache
+def most_layers_of_a_stage(layers: int, stages: int, virtual_stages: int) -> int:
+    """Return how many layers the largest stage has. The arguments are those of layers_of_stage."""
+    return max(
+        sum(map(len, layers_of_stage(layers, stage, stages, virtual_stages)))
+        for stage in range(stages)
+    )
+
+
+def keep_stage(model: LLaMA, stage: int, stages: int, virtual_stages: int) -> list[range]:
+    """Remove the layers, embedding and head of the other stages from a model. A tied matrix stays
+    on the first stage as embedding, and on the last one as head. Returns the layers of each virtual
+    stage of this stage."""
+    layers = model.cfg.layers
+    kept = layers_of_stage(layers, stage, stages, virtual_stages)
     for i in set(range(layers)).difference(*kept):
         model.blocks[i] = nn.Module()  # empty, so that the other layers keep their numbers
     if stage > 0:

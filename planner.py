@@ -30,9 +30,9 @@ Legend:
     X            layers that drop o, and run attention again in backward
     d            lag: before layer i + d, compute waits for layer i's copies to the host
 
-    resident states    if optimizer states are on the host: the number of first layers whose
-                       optimizer states stay on the GPU all the same. (Resident layers are something
-                       else: they keep activations.)
+    resident states    the number of layers whose optimizer states stay on the GPU, while those of
+                       the other layers are on the host. They are the first layers. (Resident layers
+                       are something else: they keep activations.)
 
 This is a part of what the command above prints:
 
@@ -56,10 +56,10 @@ twice: 4 of 32 layers with sp 2, and 29 with sp 1.
 
 How the search works. Each degree of freedom is a function that lists its legal values. A
 combination of the values that the functions in SHAPE list is a *shape*: a plan without the sharding
-of its model states. For each shape the search compares the shardings that `state_choices` lists (p,
+of its model states. For each shape the search compares the shardings that `sharding_choices` lists (p,
 g, os, and the GPU or the host for optimizer states). `fit` completes such a plan: plan_activations
 chooses what layers keep. If optimizer states are on the host, `fit` also tries several numbers of
-resident states. The search skips a shape if a lower bound of its seconds says that it cannot win.
+layers whose states stay on the GPU. The search skips a shape if a lower bound of its seconds says that it cannot win.
 There are two rounds:
 
     usual shapes      such as those with 4 head groups and with chunks of 16K or 8K tokens
@@ -103,6 +103,7 @@ import torch
 
 from attention import KERNELS, head_group_counts
 from costs import (
+    OVERLAP_CHOICES,
     Estimator,
     LayerBytes,
     LayerSeconds,
@@ -112,6 +113,7 @@ from costs import (
     ceil_div,
     copy_waits,
     layer_seconds,
+    link_busy_seconds,
     memory_of_states,
     most_lag,
     most_swapped_chunks,
@@ -119,7 +121,6 @@ from costs import (
     recomputation_seconds,
     skeletal_bytes,
     step_seconds,
-    streaming_seconds,
     traffic_seconds,
     with_bytes,
 )
@@ -132,7 +133,6 @@ from optim import OPTIMIZERS
 from pipeline import why_no_order
 from shard import (
     MOST_ROUNDED_SUMMANDS,
-    STREAMS,
     Factors,
     illegal,
     legal_factors,
@@ -290,7 +290,6 @@ def check_documents(memplan: str, document_token: int) -> None:
         )
 
 
-OVERLAP_CHOICES = (*STREAMS, "pipeline")
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
 Count = int | None  # None: auto
 
@@ -359,9 +358,10 @@ class Constraints:
         among=("dtype", "fp8"))
     overlap: str = flag(
         ",".join(OVERLAP_CHOICES), "What overlaps with computation: a list of names, or none. "
-        "param_gather: parameters before their use. grad_scatter: gradients to their shards. "
-        "grad_reduce: sums over replicas. param_broadcast: updated parameters. host_update: "
-        "optimizer states on the host. pipeline: messages between stages.")
+        "param_gather: all-gathers of parameters. grad_scatter: reduce-scatters of gradients. "
+        "grad_reduce: sums of gradients over replicas. param_broadcast: broadcasts of updated "
+        "parameters. host_update: updates of optimizer states on the host. pipeline: messages "
+        "between stages.")
     tp: Count = flag(
         1, "Tensor parallelism: neighbouring GPUs that share each layer's matrices. auto: the "
         "planner searches it.")
@@ -808,6 +808,7 @@ def legal_choices(c, names, candidates, why_not):
     values break, or something false if they are legal. Raises ValueError with the rule that the
     flags break, and the nearest legal choices.
     """
+    candidates = list(candidates)
     legal = [values for values in candidates if not why_not(*values)]
     asked = [getattr(c, name) for name in names]
     agreeing = [
@@ -819,12 +820,19 @@ def legal_choices(c, names, candidates, why_not):
         return agreeing
 
     def as_flags(values):
-        return " ".join(f"{flag_name(name)} {value}" for name, value in zip(names, values))
+        return " ".join(
+            f"{flag_name(name)} {value}" for name, value in zip(names, values) if value is not None
+        )
 
-    asked = [wish or 1 for wish in asked]  # the message shows 1 for a flag that is not set
-    nearest = sorted(sorted(legal, key=lambda values: math.dist(values, asked))[:4])
+    with_ones = [wish or 1 for wish in asked]
+    nearest = sorted(sorted(legal, key=lambda values: math.dist(values, with_ones))[:4])
     advice = ", ".join(map(as_flags, nearest)) or "none, unless other flags change, too"
-    raise ValueError(f"{as_flags(asked)}: {why_not(*asked)}. Nearest legal choices: {advice}")
+    if any(asked):  # say which rule they break with the largest values of the other flags
+        reason = why_not(*(wish or most for wish, most in zip(asked, candidates[-1])))
+        raise ValueError(f"{as_flags(asked)}: {reason}. Nearest legal choices: {advice}")
+    raise ValueError(
+        f"{as_flags(with_ones)}: {why_not(*with_ones)}. Nearest legal choices: {advice}"
+    )
 
 
 REASONS["tp"] = "fastest; on a tie the fewest GPUs"
@@ -836,7 +844,7 @@ def tensor_parallel_choices(c, plan, exhaustive=False):
     model, per_node = plan.model, plan.per_node
     shared = math.gcd(per_node, model.heads, model.kv_heads, model.ffn)
 
-    if c.products == "fp8" and c.tp_mode == "fsp" and c.tp != 1:
+    if c.products == "fp8" and c.tp_mode == "fsp" and c.tp != 1 and per_node > 1:
         raise ValueError(
             "--tp-mode fsp: it gathers a prologue's result, which --products fp8 casts in the same "
             "kernel. Nearest legal choice: --tp-mode msp"
@@ -932,7 +940,9 @@ def sequence_choices(c, plan, exhaustive=False):
             return f"--seq {c.seq} must be a multiple of sp x tp = {sp} x {plan.tp}"
         if ring > 1 and no_ring:
             return f"{no_ring} cannot run around a ring. It takes --ring 1"
-        if sp % ring or kv_heads % head_ranks:
+        if sp % ring:
+            return "a ring is a part of the GPUs that share a sequence, so --ring must divide --sp"
+        if kv_heads % head_ranks:
             reason = f"sp / ring GPUs must share {kv_heads} key/value heads equally"
             return f"{reason}, and {no_ring} cannot run around a ring" if no_ring else reason
         if ring > 1 and in_node % head_ranks:
@@ -958,6 +968,11 @@ def sequence_choices(c, plan, exhaustive=False):
             yield choice
 
 
+class UnequalShares(ValueError):
+    """A number of data-parallel groups cannot share the sequences of a step equally. Another number
+    of them may."""
+
+
 REASONS["batch"] = "fastest; on a tie micro-batches near 8K tokens per GPU"
 
 
@@ -977,7 +992,7 @@ def batch_choices(c, plan, exhaustive=False):
         )
     if remainder:
         nearest = max(1, min(round(batch / dp), most // dp)) * dp
-        raise ValueError(
+        raise UnequalShares(
             f"--batch {batch}: {dp} data-parallel groups cannot share these sequences equally. "
             f"Nearest legal choice: --batch {nearest}"
         )
@@ -1033,9 +1048,9 @@ def head_group_choices(c, plan, exhaustive=False):
             )
         if groups not in counts:
             return (
-                f"a group of {heads // groups} query heads has {plan.tokens} x {model.head_dim} "
-                "elements of each, more than attention takes at once. Take more --head-groups, or "
-                "a larger --sp"
+                f"a group of {heads // groups} query heads has {plan.tokens * ranks} x "
+                f"{heads // groups * model.head_dim} elements, more than attention takes at once. "
+                "Take more --head-groups, or a larger --sp"
             )
 
     legal = legal_choices(c, ["head_groups"], zip(divisors(heads)), why_not)
@@ -1053,7 +1068,7 @@ def head_group_choices(c, plan, exhaustive=False):
     return usual
 
 
-REASONS["activations"] = "fits, and loses the least time; on a tie the fewest chunks"
+REASONS["activations"] = "fits; recomputes and waits the least; on a tie the fewest chunks"
 
 
 def activation_modes(c, plan, exhaustive=False):
@@ -1106,9 +1121,9 @@ def activation_modes(c, plan, exhaustive=False):
 REASONS["states"] = "fastest; on a tie on the GPU, then the fewest shards"
 
 
-def state_choices(c, plan, exhaustive=True):
-    """List the legal combinations of sharding factors and of the place of optimizer states, those
-    with the fewest shards first.
+def sharding_choices(c, plan, exhaustive=True):
+    """List the legal combinations of sharding factors and of the place of optimizer states, in the
+    order of p, then g, then os.
 
     With --products fp8 and p = 1, each combination is listed twice: with and without float8 casts
     of the weights that are kept for a whole step. Layout auto is intra if possible, because then
@@ -1117,7 +1132,13 @@ def state_choices(c, plan, exhaustive=True):
     if c.strategy:
         if c.p or c.g or c.os:
             raise ValueError(f"--strategy {c.strategy} sets all factors. Drop --p, --g and --os")
-        c = replace(c, **asdict(parse_strategy(c.strategy, world)))
+        factors = parse_strategy(c.strategy, world)
+        if reason := illegal(factors, world, in_node):
+            raise ValueError(
+                f"--strategy {c.strategy} means p={factors.p} g={factors.g} os={factors.os}: "
+                f"{reason}. Choose another number, or --p, --g and --os instead of --strategy"
+            )
+        c = replace(c, **asdict(factors))
     whole = OPTIMIZERS[c.matrix_optimizer].whole  # a rank updates whole matrices
     layout = c.os_layout
     if layout == "auto":
@@ -1171,7 +1192,7 @@ def state_choices(c, plan, exhaustive=True):
 
 
 def most_resident_states(c, plan):
-    """Return the largest number of resident states that the planner may give a plan.
+    """Return for how many layers of a stage the planner may leave the optimizer states on the GPU.
 
     It is the plan's own number if all states are on the GPU, or if --resident-states is set. In
     layout inter it is 0 if ranks own different matrices, because then some ranks would keep more
@@ -1184,17 +1205,17 @@ def most_resident_states(c, plan):
     return plan.stage_layers
 
 
-def most_sharded_states(c, plan, exhaustive=False):
-    """List only the legal states with the most shards, which every shape has at first. The search
-    compares all states of a shape later."""
-    return [list(state_choices(c, plan))[-1]]
+def most_sharded(c, plan, exhaustive=False):
+    """List only the legal sharding with the most shards, with which every shape begins. The search
+    compares the other shardings of a shape later."""
+    return [list(sharding_choices(c, plan))[-1]]
 
 
 # The degrees of a plan's shape, which is everything but model states.
 SHAPE = (
     tensor_parallel_choices,
     pipeline_choices,
-    most_sharded_states,
+    most_sharded,
     sequence_choices,
     batch_choices,
     head_group_choices,
@@ -1212,9 +1233,9 @@ NEVER = {"never": math.inf}  # the seconds of a plan that does not fit
 
 token_s = operator.attrgetter("token_s")
 parallelism = operator.attrgetter("tp", "pp", "sp")  # the best plan of each is printed
-states_of = operator.attrgetter("factors", "os_place", "keeps_casts")
+sharding_of = operator.attrgetter("factors", "os_place", "keeps_casts")
 # an unusual shape is first tried with the states of this many best plans (see price_unusual)
-LIKELY_STATES = 3
+LIKELY_SHARDINGS = 3
 shape_of = operator.attrgetter(
     *("tp", "pp", "pp_chunks", "sp", "ring", "micro_batch", "head_groups", "recompute", "chunk")
 )
@@ -1286,8 +1307,9 @@ class Search:
     # -- bounds: `skip` below is one of these two
 
     def cannot_win(self, plan):
-        """Return whether a plan cannot be chosen: it is slower than the best plan with the same
-        (tp, pp, sp) by more than a tie, or slower than any other plan by PRUNE_FACTOR."""
+        """Return whether a plan cannot be chosen. Either it is slower than the best plan with the
+        same (tp, pp, sp) by more than a tie. Or it takes more than PRUNE_FACTOR times as long as
+        the best plan with some other (tp, pp, sp)."""
         for tp_pp_sp, seconds in self.fastest.items():
             factor = 1 + TIE if tp_pp_sp == parallelism(plan) else PRUNE_FACTOR
             if plan.token_s > seconds * factor:
@@ -1315,10 +1337,10 @@ class Search:
                 self.too_large.append(case)
         return sorted(cases, key=token_s)
 
-    def possible_states(self, shape, skip):
+    def possible_shardings(self, shape, skip):
         """Return the plans of a shape that may fit, and that `skip` does not exclude by a lower
         bound of their seconds."""
-        plans = choose(self.c, [shape], [state_choices])
+        plans = choose(self.c, [shape], [sharding_choices])
         if self.fitting:
             plans = with_room(self.c, shape, plans, self.hardware)
         plans = with_state_seconds(self.c, self.hardware, shape, plans, self.seconds_of_states)
@@ -1338,30 +1360,30 @@ class Search:
             self.too_large.append(plan)
         return plan.token_s
 
-    def price_states(self, shape, skip, tried_states=()):
-        """Price a shape with all states but those that were tried, fastest bound first, until
-        `skip` excludes the rest."""
+    def price_shardings(self, shape, skip, tried_shardings=()):
+        """Price a shape with every sharding of its model states except `tried_shardings`, the
+        lowest bound first, until `skip` excludes the rest."""
         if skip(shape):
             return
-        plans = self.possible_states(shape, skip)
-        plans = [plan for plan in plans if states_of(plan) not in tried_states]
+        plans = self.possible_shardings(shape, skip)
+        plans = [plan for plan in plans if sharding_of(plan) not in tried_shardings]
         for plan in sort_by_bound(self.hardware, plans, self.c):
             if skip(plan):
                 break
             self.price(plan)
 
     def price_usual(self, usual):
-        """Price the usual shapes with all states."""
+        """Price the usual shapes with every legal sharding."""
         for shape in self.promising(usual, self.cannot_win):
-            self.price_states(shape, self.cannot_win)
+            self.price_shardings(shape, self.cannot_win)
 
     def price_unusual(self, usual):
         """Price the other shapes, if a bound says that they may be faster than all plans so far.
 
-        Each of them is tried with the states of the best plans, and with the best states of each p.
-        Then they are tried with all other states, beginning with the shape that was fastest in the
-        first try. The number of these shapes is not limited, because a shape that is slow with the
-        likely states can be the best with other states.
+        Each of them is tried with the shardings of the best plans, and with the best sharding of
+        each p. Then they are tried with all other shardings, beginning with the shape that was
+        fastest in the first try. The number of these shapes is not limited, because a shape that is
+        slow with the likely shardings can be the best with another one.
         """
         usual_shapes = set(map(shape_of, usual))
         unusual = [
@@ -1370,22 +1392,24 @@ class Search:
             if shape_of(shape) not in usual_shapes
         ]
         by_time = sorted(self.fitting, key=token_s)
-        best_of_p = {plan.factors.p: states_of(plan) for plan in reversed(by_time)}
-        likely = {states_of(plan) for plan in by_time[:LIKELY_STATES]} | set(best_of_p.values())
+        best_of_p = {plan.factors.p: sharding_of(plan) for plan in reversed(by_time)}
+        likely = {sharding_of(plan) for plan in by_time[:LIKELY_SHARDINGS]} | set(
+            best_of_p.values()
+        )
 
-        tried = []  # (seconds per token, shape, states)
+        tried = []  # (seconds per token, shape, shardings)
         for shape in self.promising(unusual, self.cannot_be_fastest):
             if self.cannot_be_fastest(shape):
                 continue
-            plans = self.possible_states(shape, self.cannot_be_fastest)
-            # if none of the likely states is possible: the last two, which have the most shards
-            plans = [plan for plan in plans if states_of(plan) in likely] or plans[-2:]
+            plans = self.possible_shardings(shape, self.cannot_be_fastest)
+            # if none of the likely ones is possible: the last two, which have the most shards
+            plans = [plan for plan in plans if sharding_of(plan) in likely] or plans[-2:]
             if plans:
-                tried_states = {states_of(plan) for plan in plans}
-                tried.append((min(map(self.price, plans)), shape, tried_states))
+                tried_shardings = {sharding_of(plan) for plan in plans}
+                tried.append((min(map(self.price, plans)), shape, tried_shardings))
 
-        for _, shape, tried_states in sorted(tried, key=lambda row: row[0]):
-            self.price_states(shape, self.cannot_be_fastest, tried_states)
+        for _, shape, tried_shardings in sorted(tried, key=lambda row: row[0]):
+            self.price_shardings(shape, self.cannot_be_fastest, tried_shardings)
 
     def price_whole_layers(self):
         """If the best plan runs each layer in one chunk, price it with whole layers, too.
@@ -1405,17 +1429,24 @@ class Search:
 def nothing_fits(c, too_large, hardware):
     """Return the TooLarge error that says what the plan nearest to fitting needs."""
     too_large.sort(key=lambda plan: worst_ratio(plan, hardware))
-    nearest = choose(c, too_large[:8], [state_choices])
+    # A shape's ratio here leaves out optimizer states on the host. So the nearest shape may not
+    # lead to the nearest plan, and shapes that differ in how they use the GPUs are compared
+    nearest_shapes = {}
+    for shape in too_large:
+        nearest_shapes.setdefault((*parallelism(shape), shape.micro_batch), []).append(shape)
+    shapes = [shape for alike in nearest_shapes.values() for shape in alike[:2]]
     plan = min(
-        (fit(c, plan, hardware) for plan in nearest),
+        (fit(c, plan, hardware) for plan in choose(c, shapes[:24], [sharding_choices])),
         key=lambda plan: (worst_ratio(plan, hardware), plan.gpu_bytes),
     )
-    asked = non_default_flags(vars(c)) or "no flags"
+    limits = {"host_memory": None, "gpu_memory": None}  # they choose nothing
+    asked = non_default_flags(vars(c) | limits)
+    fixed = f". The command fixes {asked}; without them less may do" if asked else ""
     return TooLarge(
         f"a step needs at least {in_unit(plan.gpu_bytes)} per GPU of "
         f"{in_unit(hardware.gpu_budget)} ({by_purpose(plan)}), and {in_unit(plan.host_bytes)} of "
         f"host memory per rank of {in_unit(hardware.host_budget)}. That is the plan nearest to "
-        f"fitting: {in_words(plan)}. The command fixes {asked}; without them less may do"
+        f"fitting: {in_words(plan)}{fixed}"
     )
 
 
@@ -1442,18 +1473,18 @@ def sort_by_bound(hardware, plans, c=None):
     return sorted(timed, key=token_s)
 
 
-def with_room(c, shape, plans, hardware):
+def with_room(c, best, plans, hardware):
     """Return the plans that may fit: their model states leave room for the smallest activations
-    that layers can save. This takes much less time than `fit`. shape: the best_case that the plans
-    belong to."""
-    activations = shape.memory["activations"]
-    if shape.recompute == "auto" and c.recompute == "auto":
-        n, layer = shape.reached_layers, skeletal_bytes(shape)
+    that layers can save. This takes much less time than `fit`. best: what best_case returned for the
+    shape of these plans."""
+    activations = best.memory["activations"]
+    if best.recompute == "auto" and c.recompute == "auto":
+        n, layer = best.reached_layers, skeletal_bytes(best)
         candidates = activation_candidates(n, layer, c.resident_layers, bool(c.alpha))
-        needed = shape.passes_in_flight * candidates.gpu_bytes.min()
+        needed = best.passes_in_flight * candidates.gpu_bytes.min()
         activations = min(activations, needed)
 
-    without_states = activations + sum(shape.memory[name] for name in ("messages", "working"))
+    without_states = activations + sum(best.memory[name] for name in ("messages", "working"))
     may_fit = []
     for plan in plans:
         # a plan needs the fewest GPU bytes with as few resident states as possible, and the fewest
@@ -1467,15 +1498,15 @@ def with_room(c, shape, plans, hardware):
     return may_fit
 
 
-def with_state_seconds(c, hardware, shape, plans, known):
+def with_state_seconds(c, hardware, best, plans, cached_seconds):
     """Return plans with a lower bound of their seconds. It is the sum of two terms: the seconds of
-    `shape`, which is the best_case that the plans belong to, and the seconds that model states take
-    even if passes are endless and hide all communication that can overlap. known: a cache of the
-    second term, which is filled here."""
+    `best`, which is what best_case returned for the shape of these plans; and the seconds that
+    model states take even if passes are endless and hide all communication that can overlap.
+    cached_seconds: a cache of the second term, which is filled here."""
     timed = []
     for plan in plans:
         key = (
-            *states_of(plan),
+            *sharding_of(plan),
             plan.os_layout,
             plan.tp,
             plan.pp,
@@ -1484,17 +1515,19 @@ def with_state_seconds(c, hardware, shape, plans, known):
             plan.chunks > 1,
             plan.recompute,
         )
-        if key not in known:
+        if key not in cached_seconds:
             endless = math.inf, math.inf, math.inf  # forward, backward, last_matrix
             most_resident = replace(plan, resident_states=most_resident_states(c, plan))
-            known[key] = sum(traffic_seconds(hardware.est, most_resident, *endless).values())
-        timed.append(replace(plan, seconds=shape.seconds | {"states": known[key]}))
+            cached_seconds[key] = sum(
+                traffic_seconds(hardware.est, most_resident, *endless).values()
+            )
+        timed.append(replace(plan, seconds=best.seconds | {"states": cached_seconds[key]}))
     return timed
 
 
 def shapes(c, model, hardware, exhaustive=False):
-    """Return plans with all shapes that SHAPE may choose. They have the most sharded states for
-    now. Raises ValueError."""
+    """Return plans with all shapes that SHAPE may choose. For now their model states have the most
+    shards. Raises ValueError."""
     start = Plan(
         model,
         DTYPES[c.dtype],
@@ -1530,7 +1563,9 @@ def choose(c, plans, degrees, exhaustive=False):
             except ValueError as e:
                 errors.append(e)
         if not changed:
-            raise errors[0]
+            # plans that differ in sp have different numbers of data-parallel groups. So unequal
+            # shares are the reason only if no plan gets as far as another rule
+            raise next((e for e in errors if not isinstance(e, UnequalShares)), errors[0])
         plans = changed
     return plans
 
@@ -1543,7 +1578,7 @@ def fits(c: Constraints, model: ModelConfig, hardware: Hardware) -> bool:
             fit(c, plan, hardware).step_s < math.inf
             for shape in smallest(shapes(c, model, hardware, exhaustive=True))
             if best_case(c, shape, hardware, least_bytes).step_s < math.inf
-            for plan in choose(c, [shape], [state_choices])
+            for plan in choose(c, [shape], [sharding_choices])
         )
     except ValueError:
         return False
@@ -1577,7 +1612,7 @@ def best_case(c, shape, hardware, least_bytes):
     accumulates = shape.micro_batches > 1
     key = shape.tp, shape.pp, shape.pp_chunks, accumulates, shape.chunks > 1
     if key not in least_bytes:
-        plans = choose(c, [shape], [state_choices])
+        plans = choose(c, [shape], [sharding_choices])
         least_bytes[key] = min(sum(memory_of_states(plan)[0].values()) for plan in plans)
     excess = sum(memory_of_states(shape)[0].values()) - least_bytes[key]
     shape, fits = with_activations(c, shape, hardware, excess)
@@ -1596,9 +1631,9 @@ def fit(c, plan, hardware, skip=lambda plan: False):
     """Return the plan with its resident states, its activation plan, its bytes and its seconds,
     which are infinite if it does not fit.
 
-    First the plan is made with as few resident states as possible. Then an estimate says how many
-    seconds more of them could gain at most. If `skip` excludes a plan that is faster by so much, or
-    if it gains next to nothing, no other number of resident states is tried."""
+    First the plan leaves the optimizer states of as few layers as possible on the GPU. Then an
+    estimate says how many seconds more such layers could gain at most. If `skip` excludes a plan
+    that is faster by so much, or if it gains next to nothing, no other number is tried."""
     plan = replace(plan, resident_states=c.resident_states or 0)
     counts = possible_resident_states(c, plan, hardware)
     plans = {}
@@ -1634,8 +1669,8 @@ def fit(c, plan, hardware, skip=lambda plan: False):
 
 
 def possible_resident_states(c, plan, hardware):
-    """Return the numbers of resident states with which some activation plan fits, as a range. If
-    there is none, it has the number that is nearest to fitting.
+    """Return, as a range, for how many layers optimizer states may stay on the GPU so that some
+    activation plan fits. If none fits, the range has the number that is nearest to fitting.
 
     The more states stay on the GPU, the more room there is on the host, and the less on the GPU. So
     the numbers with which a plan fits are consecutive. (In a pipeline the range may have a gap.
@@ -1746,7 +1781,7 @@ def with_activations(c, plan, hardware, excess=0.0):
             host_room / passes,
             c.resident_layers,
             c.alpha,
-            streaming_seconds(est, plan),
+            link_busy_seconds(est, plan),
         )
         plan = counted(replace(plan, activations=activations))
     return plan, lost < math.inf and worst_ratio(plan, hardware) <= 1 + 1e-9
@@ -1932,9 +1967,9 @@ TITLES = {  # choice -> its title in the table of choices
     "tp": "tensor parallelism (tp)",
     "pp": "pipeline stages (pp)",
     "sp": "GPUs per sequence (sp)",
-    "ring": "of these, around a ring",
+    "ring": "GPUs per ring (1: no ring)",
     "head groups": "head groups",
-    "batch": "groups x micro-batches x sequences",
+    "batch": "data-parallel groups x micro-batches x sequences",
     "states": "shards of model states",
     "activations": "activations",
 }
@@ -1985,20 +2020,24 @@ def resident_states_in_words(layers: int, stages: int = 1) -> str:
 def activations_in_words(plan):
     """Say what layers do with their activations, such as '8 of 32 layers resident, alpha=0.05,
     chunks of 16,384 tokens'."""
-    kept = plan.activations
-    if kept is None:
+    activations = plan.activations
+    if activations is None:
         return "keep all"
     text = "keep all"
-    if kept.kept_chunks < kept.layers * kept.chunks:
-        text = f"{kept.resident} of {kept.layers} layers resident, alpha={kept.alpha:.2f}"
-    if kept.chunks > 1:
+    if activations.kept_chunks < activations.layers * activations.chunks:
+        text = f"{activations.resident} of {activations.layers} layers resident"
+        of_resident = activations.resident * activations.chunks
+        if activations.kept_chunks < of_resident:
+            text += f" with {activations.kept_chunks / of_resident:.0%} of their chunks"
+        text += f", alpha={activations.alpha:.2f}"
+    if activations.chunks > 1:
         text += f", chunks of {plan.chunk:,} tokens"
-    if kept.stride > 1:
-        text += f", 1 in {kept.stride} layers saves its input"
-    if kept.layers_recomputing_attention:
-        text += f", {kept.layers_recomputing_attention} layers run attention twice"
-    if kept.swapped_layers and kept.lag > 2:
-        text += f", lag {kept.lag}"
+    if activations.stride > 1:
+        text += f", 1 in {activations.stride} layers saves its input"
+    if count := activations.layers_recomputing_attention:
+        text += f", {count} {'layer runs' if count == 1 else 'layers run'} attention twice"
+    if activations.swapped_layers and activations.lag > 2:
+        text += f", lag {activations.lag}"
     return text
 
 
@@ -2034,6 +2073,11 @@ def figures(plan: Plan, hardware: Hardware) -> dict:
             "host_gib": plan.host_bytes * plan.per_node / GIB,
         }
     )
+
+
+def default_tokens(model: str) -> int:
+    """Return about how many tokens a step has if --batch is auto. model: a row of MODELS."""
+    return 2**12 if model == "tiny" else 2**19
 
 
 def command(plan: Plan, asked) -> str:
@@ -2185,9 +2229,12 @@ def why(c, plan, name):
     """Return why a plan has one of its choices: because of flags, or the search's reason."""
     if name in ("tp", "pp") and getattr(c, name) == 1:
         return f"the default; --{name} auto searches it"
+    if name in ("sp", "ring") and plan.state_ranks == 1:
+        return "the only legal value"
     flags = FLAGS_OF_CHOICE[name]
-    asked = non_default_flags({flag: getattr(c, flag) for flag in flags})
-    if asked and len(flags) == 1:
+    values = {flag: getattr(c, flag) for flag in flags}
+    asked = non_default_flags({flag: value for flag, value in values.items() if value is not None})
+    if asked and (len(flags) == 1 or (name == "activations" and c.recompute == "full")):
         return f"set by {asked}"
     if name == "sp" and c.batch:
         # sp = state_ranks / dp, and dp divides state_ranks and the batch
@@ -2217,10 +2264,10 @@ def describe_choices(c, plans, best):
         rows.append([TITLES[name], text, why(c, best, name), next_best])
     lines = [table(["choice", "value", "why", "next best: time per token"], rows)]
     activations = choices(best)["activations"]
-    if "resident" in activations:
+    if best.activations and best.activations.swapped_layers:
         lines.append(
-            "Resident layers copy nothing to the host. The other layers swap what they save of "
-            "their inputs and attention outputs, and a fraction alpha of their other activations."
+            "Resident layers copy nothing to the host. The other layers swap the inputs and the "
+            "attention outputs that they save, and a fraction alpha of their other activations."
         )
     if "lag" in activations:
         lines.append("Lag d: a layer's copies have the forward of d - 1 layers to finish in.")
@@ -2348,6 +2395,11 @@ class PlannerFlags(Constraints):
         return self.attention
 
 
+def next_gib(nbytes):
+    """Return the smallest whole number of GiB, in bytes, that is larger than a number of bytes."""
+    return (nbytes // GIB + 1) * GIB
+
+
 def changes_that_fit(asked, hardware):
     """Return changes of one flag with which a plan fits, the smallest change first.
 
@@ -2355,28 +2407,38 @@ def changes_that_fit(asked, hardware):
     another --tp-mode, more memory of the host or of a GPU, and more GPUs.
     """
     seq, ranks = asked.seq, hardware.ranks
-    gpu = round(hardware.gpu_budget / GPU_SHARE / GIB) * GIB
-    node = int(hardware.host_budget * hardware.per_node / GIB) * GIB
+    # limits that were not asked for are rounded to GiB, so that they can be read
+    gpu = asked.gpu_memory or round(hardware.gpu_budget / GPU_SHARE / GIB) * GIB
+    node = asked.host_memory
+    if node is None:
+        node = int(hardware.host_budget * hardware.per_node / GIB) * GIB
     unit = math.lcm(256, ranks)
     batch = asked.batch or max(1, asked.default_tokens // seq)
     changes = {}  # text -> how large the change is
 
-    def fits_with(name, value):
-        changed = replace(asked, **{name: value})
+    def fits_with(name, value, **more):
+        changed = replace(asked, **{name: value}, **more)
         return fits(changed, changed.sizes, changed.hardware())
+
+    def fits_with_batch(name, value):
+        # With --batch auto, a step of shorter sequences has more of them. Then a shorter sequence
+        # may not fit where a longer one does. So the number of sequences stays what it is
+        return fits_with(name, value, **({"batch": batch} if name == "seq" else {}))
 
     # the values of each flag are listed by the size of the change. Find the first one that fits, by
     # bisection, because all values after it fit as well
     for name, now, values in (
         ("seq", seq, range((seq - 1) // unit * unit, 0, -unit)),
-        ("host_memory", node, range(node + GIB, 16 * node + 2**10 * GIB, GIB)),
-        ("gpu_memory", gpu, range(gpu + GIB, 192 * GIB, GIB)),  # the largest GPU's
+        ("host_memory", node, range(next_gib(node), 16 * node + 2**10 * GIB, GIB)),
+        ("gpu_memory", gpu, range(next_gib(gpu), 192 * GIB, GIB)),  # the largest GPU's
         ("ranks", ranks, [ranks * 2**i for i in range(1, 6)]),
     ):
-        first = bisect.bisect_left(values, True, key=functools.partial(fits_with, name))
+        first = bisect.bisect_left(values, True, key=functools.partial(fits_with_batch, name))
         if first < len(values):
             value = values[first]
             text = f"{flag_name(name)} {in_size(value)} instead of {in_size(now)}"
+            if name == "seq" and not fits_with(name, value):
+                text += f", with --batch {batch}"
             changes[text] = abs(math.log(value / max(1, now)))
 
     # set one flag back to auto, or take a smaller batch. A smaller batch can save memory, because a
@@ -2401,6 +2463,7 @@ def main(argv: list[str] | None = None) -> int:
         "Choose the fastest plan that fits a cluster, by prediction. It runs on any machine.",
     )
     asked = PlannerFlags(**vars(parser.parse_args(argv)))
+    asked = replace(asked, default_tokens=default_tokens(asked.model))
     try:
         check_values(asked)
         hardware = asked.hardware()
@@ -2411,13 +2474,11 @@ def main(argv: list[str] | None = None) -> int:
             text += "\n" + describe_order(best_plans[0], asked.leaf)
     except TooLarge as e:
         best_plans = []
-        text = "\n  ".join(
-            [
-                f"nothing fits: {e}",
-                "what would fit, the smallest change first:",
-                *changes_that_fit(asked, hardware),
-            ]
-        )
+        changes = changes_that_fit(asked, hardware)
+        advice = "what would fit, the smallest change first:"
+        if not changes:
+            advice = "no change of one flag makes a plan fit"
+        text = "\n  ".join([f"nothing fits: {e}", advice, *changes])
     except ValueError as e:
         parser.error(str(e))
     if asked.json:

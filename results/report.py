@@ -561,7 +561,12 @@ def paragraph(text: str) -> str:
 
 
 def claim() -> str:
-    """Return two sentences: the longest step, and the range of ratios to the fastest peers."""
+    """Return sentences: the longest step, and the range of ratios to the fastest peers."""
+
+    def in_words(where: tuple[str, str, str]) -> str:
+        gpus, model, tokens = where
+        return f"{model} with {tokens} tokens on {gpus}"
+
     longest = longest_row()
     found = comparisons()
     ratios = {where: ratio(*pair) for where, pair in found.items()}
@@ -570,9 +575,10 @@ def claim() -> str:
     return paragraph(
         f"{num_gpus(longest)} {gpu_of(longest)}s train LLaMA-7B on one sequence of "
         f"{longest['seq']:,} tokens: {which} takes {longest['step_s']:.0f} s, at "
-        f"{longest['mfu_causal']:.1%} causal MFU. We compared {len(ratios)} settings with the "
-        f"fastest peer at its best: it took {ratios[least]:.2f} to {ratios[most]:.2f} times as "
-        f"long as this project. The least was {', '.join(least)}; the most was {', '.join(most)}."
+        f"{longest['mfu_causal']:.1%} causal MFU. In {len(ratios)} settings we compared this "
+        "project with the fastest peer at its best. The peer took "
+        f"{ratios[least]:.2f} to {ratios[most]:.2f} times as long: {ratios[least]:.2f} for "
+        f"{in_words(least)}, and {ratios[most]:.2f} for {in_words(most)}."
     )
 
 
@@ -585,10 +591,9 @@ def normal() -> str:
         texts.append(f"between {min(values):.0%} and {max(values):.0%}")
     lengths = sorted(row["seq"] for row in rows)
     return paragraph(
-        f"In our {len(rows)} rows of one sequence that are compared with peers, of "
-        f"{tokens_text(lengths[0])} to {tokens_text(lengths[-1])} tokens on H100s and H200s, MFU "
-        f"is {texts[0]}, and the percent of kernel bound {texts[1]}. Shorter steps are less "
-        "efficient."
+        f"{len(rows)} of the settings that we compared with peers have one sequence per step, of "
+        f"{tokens_text(lengths[0])} to {tokens_text(lengths[-1])} tokens. There our MFU is "
+        f"{texts[0]}, and our percent of kernel bound {texts[1]}. Shorter steps are less efficient."
     )
 
 

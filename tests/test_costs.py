@@ -177,8 +177,8 @@ class FrozenEmbedding(m.LLaMA):
 
 
 def test_a_head_streams_its_states_from_a_stage_with_few_layers(monkeypatch):
-    """The largest stage would have 6 layers, and 6 keep their states on the GPU. The last stage has
-    5 layers and a large head, whose states are on the host, as the plan counts them.
+    """6 layers of a stage may keep their states on the GPU. The last stage has 5 layers and a large
+    head, whose states are on the host, as the plan counts them.
 
     Catches a stage that keeps its head's states on the GPU in place of a layer's.
     """
@@ -205,6 +205,32 @@ def test_a_head_streams_its_states_from_a_stage_with_few_layers(monkeypatch):
     gpu, host = costs.memory_of_states(plan)
     assert on_host == host["optimizer"]
     assert states.bytes()["optimizer"] - on_host <= gpu["resident states"]
+
+
+@parametrize(
+    "layers, stages, virtual_stages",
+    [(32, 2, 1), (32, 2, 3), (32, 4, 3), (9, 2, 2), (7, 3, 1), (5, 2, 2)],
+)
+def test_stage_layers(layers, stages, virtual_stages):
+    """A plan counts as many layers as the largest stage keeps.
+
+    Catches a stage that is counted as if each of its virtual stages was the largest one.
+    """
+    kept = []
+    for stage in range(stages):
+        with torch.device("meta"):
+            model = m.LLaMA(replace(SMALL_PLAN.model, layers=layers))
+        kept.append(sum(map(len, pipeline.keep_stage(model, stage, stages, virtual_stages))))
+    plan = replace(
+        SMALL_PLAN,
+        model=replace(SMALL_PLAN.model, layers=layers),
+        ranks=stages,
+        per_node=stages,
+        pp=stages,
+        pp_chunks=virtual_stages,
+    )
+    assert plan.stage_layers == max(kept)
+    assert sum(kept) == layers
 
 
 def seconds(profile: hardware.Profile, **choices) -> float:

@@ -978,10 +978,16 @@ def test_planner_places_rings(tmp_path):
     "flags, message",
     [
         ("--cluster h300", "--cluster h300: .*one of .*h200x2"),
+        ("--ranks 8 --p 8 --g 4", "--p 8 --g 4: g must be p or os.* --p 4 --g 4 --os 4"),
+        ("--ranks 8 --strategy mics:3", "--strategy mics:3 means p=3 g=3 os=3: 3 shards do not"),
+        (
+            "--ranks 4 --batch 6 --micro-batch 4 --seq 4K",
+            "--micro-batch 4: it must divide the 3 sequences .*--micro-batch 3",
+        ),
         ("--ranks 6 --per-node 4", "--ranks 6: nodes of --per-node 4 .*: 1, 2, 3, 6$"),
         (
             "--ranks 8 --sp 8 --ring 3",
-            "--sp 8 --ring 3: .* 16 key/value heads.*--sp 8 --ring 2, --sp 8 --ring 4",
+            "--sp 8 --ring 3: .*--ring must divide --sp.*--sp 8 --ring 2, --sp 8 --ring 4",
         ),
         (
             "--ranks 8 --model llama3-8b --sp 8 --ring 1 --head-groups 3",
@@ -993,7 +999,7 @@ def test_planner_places_rings(tmp_path):
             "--ring 1: .* 8 key/value heads.*--sp 16 --ring 2",
         ),
         ("--ranks 8 --sp 8 --ring 8 --seq 40", "--ring 8: --seq 40 must be .*--sp 8 --ring 4"),
-        ("--ranks 8 --sp 3 --tokenizer x", "--sp 3 .* 8 GPUs.* --sp 2 --ring 1"),
+        ("--ranks 8 --sp 3 --tokenizer x", "--sp 3: .* 8 GPUs.* --sp 2 --ring 1"),
         ("--ranks 4 --tp 2 --os 4", "--tp 2 --pp 1 leave 2 of 4 ranks for the states"),
         ("--ranks 8 --pp 8 --alpha 0.5 --batch 8 --sp 1 --resident-layers 3", "at most 2 can stay"),
         ("--resident-states 3 --os-place gpu", "--resident-states 3: with --os-place gpu all "),
@@ -1010,8 +1016,11 @@ def test_planner_places_rings(tmp_path):
             "Near",
         ),
         ("--ranks 8 --tp 3", "--tp 3: .* 16 heads, 16 key/value .* --tp 2, --tp 4, --tp 8$"),
-        ("--ranks 8 --per-node 4 --pp 16", "--pp 16 .*--pp 8 --pp-chunks 1"),
-        ("--ranks 24 --per-node 4 --pp 4", "--pp 4 .* 24 GPUs, 4 per node, .*--pp 3 --pp-chunks 1"),
+        ("--ranks 8 --per-node 4 --pp 16", "--pp 16: .*--pp 8 --pp-chunks 1"),
+        (
+            "--ranks 24 --per-node 4 --pp 4",
+            "--pp 4: 24 GPUs, 4 per node, .*--pp 3 --pp-chunks 1",
+        ),
         (
             "--ranks 8 --pp 8 --pp-chunks 4",
             "--pp-chunks 4: 8 stages x 4 virtual .* 24 layers.*--pp 8 --pp-chunks 2",
@@ -1072,7 +1081,7 @@ def test_planner_refuses(flags, message, capsys):
         ),
         (
             "--model 7b --ranks 8 --batch 1 --seq 2M --alpha 1 --resident-layers 8",
-            "a step needs .*, and 498.0 GiB of host memory .*8 of 32 layers resident, alpha=1.00",
+            "a step needs .*, and 498.0 GiB of host memory .*8 of 32 layers resident with .*, alpha=1.00",
         ),
     ],
 )
