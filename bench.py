@@ -17,8 +17,9 @@ A table (make_tables) has rows. A row is one measurement: a label, and flags of 
 says what runs. A label that begins with fsdp2, deepspeed or transformers runs a *peer*, another
 system on the same task, and peers.py says what its other words mean. Any other label runs our step,
 as train.py does. Example: the row "fsdp2 selective host" is the same model under FSDP2, which
-recomputes all but attention, with all model states in host memory. A peer runs all of a rank's
-sequences at once, unless --micro-batch says how many.
+recomputes all but attention, with all model states in host memory. A peer runs micro-batches of the
+size that the planner predicts to be the fastest with unlimited memory. --micro-batch sets another
+size.
 
 Steps run on random tokens, and a time is the median after a warm-up. MFU counts the model's FLOPs
 (model.flops_per_token), but not those of recomputation. Causal MFU counts half of the attention
@@ -40,7 +41,9 @@ micro-batches, B sequences per micro-batch, T tokens per sequence, of which a ra
 the column "plan", "2,2,4 sp=4 k=14 alpha=0.50 chunk=16384" means p=2, g=2 and os=4; k layers keep
 their activations on the GPU, the other layers swap the fraction alpha of theirs to the host, and
 token chunks have 16,384 tokens. "os on the host but for 12 layers" means that optimizer states are
-on the host, except those of the first 12 layers.
+on the host, except those of the first 12 layers. "attention twice in 6" means that the first 6
+layers drop attention's output, so that backward runs attention again. ring, tp and pp appear if
+they are above 1.
 """
 
 import argparse
@@ -267,10 +270,10 @@ def kernels_alone(run: Run) -> tuple[Callable, Callable]:
     plan = run.plan
     cfg = plan.local_model
     random = functools.partial(torch.randn, device=run.device, dtype=plan.dtype)
-    parts = costs.ceil_div(plan.tokens, 2**14)
-    tokens = plan.tokens // parts
+    most = 2**14  # tokens of a product
 
-    def operands(rows, cols):
+    def operands(rows, cols, tokens=plan.tokens):
+        tokens //= costs.ceil_div(tokens, most)
         return random(tokens, cols), random(tokens, rows), random(rows, cols)
 
     def products_of(x, dy, w):
@@ -295,7 +298,8 @@ def kernels_alone(run: Run) -> tuple[Callable, Callable]:
             layer.append((float8_products_of, casts))
         else:
             layer.append((products_of, operands(*matrix)))
-    head = [(products_of, operands(*plan.vocab_matrix))]
+    head_tokens = plan.tokens_between_products
+    head = [(products_of, operands(*plan.vocab_matrix, head_tokens))]
     heads, kv_heads = (max(1, n // plan.sp) for n in (cfg.heads, cfg.kv_heads))
     q, k, v, do = (
         random(plan.micro_batch, plan.seq, n, cfg.head_dim)
@@ -303,17 +307,17 @@ def kernels_alone(run: Run) -> tuple[Callable, Callable]:
     )
     op = Attention(run.kernel)
 
-    def products(matrices):
-        for _ in range(parts):
+    def products(matrices, tokens):
+        for _ in range(costs.ceil_div(tokens, most)):
             for function, its_operands in matrices:
                 function(*its_operands)
 
     def run_layer():
-        products(layer)
+        products(layer, plan.tokens)
         o, lse = op.forward(q, k, v)
         op.backward(lambda: (do, []), q, k, v, o, lse)
 
-    return run_layer, lambda: products(head)
+    return run_layer, lambda: products(head, head_tokens)
 
 
 def kernel_seconds(bench: Bench, run: Run) -> float:
@@ -324,6 +328,7 @@ def kernel_seconds(bench: Bench, run: Run) -> float:
     shapes = (
         plan.matrices,
         plan.vocab_matrix,
+        plan.tokens_between_products,
         plan.micro_batch,
         plan.seq,
         plan.sp,
@@ -438,8 +443,11 @@ def warm_up_shallow(bench: Bench, run: Run) -> str:
 def measure_row(bench: Bench, row: Row, look: Callable) -> dict:
     """Build a row's step, time it, and return what its line of the results file says.
 
-    If a row does not fit, runs out of memory on any rank, or lacks a package, that is a result,
-    too: "oom" is true, there are no rates, and "error" says why, if this rank failed.
+    A row may not fit, run out of memory, lack a package, or have flags that are refused. That is a
+    result, too: "oom" is true, there are no rates, and "error" says why, if this rank failed. If
+    only some ranks run out of memory inside a step, the others wait until TIMEOUT_S, and the table
+    ends.
+
     look: a function whose look(bench, step) returns what else to report. A collective.
     """
     cfg = config(row.flags)
@@ -475,6 +483,7 @@ def measure_row(bench: Bench, row: Row, look: Callable) -> dict:
             seconds = time_step(bench, step, warm)
             result |= look(bench, step)
         except (torch.OutOfMemoryError, ConfigError, ImportError) as e:
+            seconds = math.inf  # it was timed, but `look` failed
             result["error"] = str(e)[:600]
             print0(f"{row.label}: {result['error']}")
 
@@ -597,7 +606,8 @@ def machine_rows(bench: Bench, flags: str) -> list[Row]:
 
 
 def step_rows(bench: Bench, flags: str) -> list[Row]:
-    """Return the rows of table step: those of table machine, with a longer sequence, and FSDP2."""
+    """Return the rows of table step: those of table machine, with a longer time limit for the long
+    sequence, and two rows of FSDP2. On a CPU or with --quick: only those of table machine."""
     short, *longest = rows_of_largest_model(bench, flags, max_seconds=45)
     if bench.quick or not bench.gpu:
         return [short, *longest]
@@ -711,9 +721,9 @@ def covered_ms(spans: list[tuple]) -> float:
     return total / 1e3
 
 
-# Part of the name of a kernel or copy -> its kind. All other kernels are computation. by_kind calls
-# them "computation" on the compute stream (the one that they kept busy for longest), and "other
-# streams" elsewhere
+# A part of the name of a kernel or copy -> its kind. A name without any of these parts is a
+# computation kernel. by_kind takes the stream that computation kernels keep busy for longest as the
+# compute stream. It files such kernels of all remaining streams under "other streams"
 KINDS = {
     "nccl": "communication",
     "Memcpy PtoP": "exchange",  # attention's all-to-alls, by copy engines (attention.Exchange)
@@ -914,8 +924,8 @@ def make_tables(ranks: int, nodes: int, short_seq: int) -> dict[str, Table]:
         ),
         "step": Table(
             "the largest model that this machine holds, with many sequences of "
-            f"{short_seq:,} tokens per step, also under FSDP2, and with one sequence of the "
-            "longest length whose row takes at most two minutes",
+            f"{short_seq:,} tokens per step (on GPUs without --quick also under FSDP2), and with "
+            "one sequence of the longest length whose row takes at most two minutes",
             step_rows,
             takes="quick",
         ),
@@ -1156,10 +1166,12 @@ def plan_text(row: dict) -> str:
 def took_text(row: dict) -> str:
     """Return the seconds of a row's step, or the reason why it has none."""
     if row.get("oom"):
-        error = row.get("error", "CUDA")
+        error = row.get("error", "out of memory")  # this rank did not fail, but another one did
         if "No module" in error:
             return "not installed"
-        return "out of memory" if "CUDA" in error else "does not fit"
+        if "out of memory" in error:
+            return "out of memory"
+        return "does not fit" if "a step needs" in error else "refused"
     return f"{row['step_s']:.4g}" if row.get("step_s") else UNKNOWN
 
 
@@ -1430,7 +1442,8 @@ MACHINE_LEGEND = f"""
 MFU is the share of the GPU's peak that the model's FLOPs reach. Causal MFU counts half of the
 attention matrix, full MFU all of it. {UNKNOWN} means that the peak of this device is not known.
 The percent of kernel bound compares the step's speed with that of its attention and matrix kernels
-when nothing else runs. The rest is what norms, updates, communication and recomputation take."""
+when nothing else runs. The rest is norms, updates, recomputation, and the copies and communication
+that nothing hides."""
 
 
 def in_sentences(row: dict) -> str:

@@ -8,6 +8,9 @@ and how:
                              states are sharded over os ranks, as ZeRO-3 if p > 1 and as ZeRO-2
                              otherwise. WHAT is a key of RECOMPUTED, which says which layers are
                              recomputed in backward. host: all model states are in host memory
+                             Words such as ZeRO-2, HSDP and reshard only name the row's flags --p,
+                             --g and --os. HSDP: there are replicas of the shards; reshard:
+                             parameters are freed after each use (p > 1)
     deepspeed WHAT           the same model and kernels under DeepSpeed's ZeRO-3, with Ulysses in
                              our attention instead of DeepSpeed's wrapper. WHAT is as for fsdp2
     transformers DTYPE ...   transformers' model on one GPU, compiled. fp32: float32 weights under
@@ -36,11 +39,13 @@ micro-batches, and the new gradients that are added to them. If each layer is co
 only one layer's gradients are in memory twice. Example: llama3-8b in bf16 takes 60 GiB for weights,
 moments and the sums of gradients. The new gradients would take 15 GiB more, and fill an 80 GB GPU.
 
-fsdp2 and deepspeed use our attention, whose all-to-alls share a sequence by heads, as Ulysses does.
-So both run our kernels and our all-to-alls. For DeepSpeed this is simpler than its own wrapper of
-Ulysses, with which we have not compared it. DeepSpeed sums gradients in bf16, its default.
+fsdp2 and deepspeed use our attention, which shares a sequence by heads, as Ulysses does. So both
+run our kernels. Their all-to-alls are those of NCCL, also inside a node. For DeepSpeed this is
+simpler than its own wrapper of Ulysses, with which we have not compared it. DeepSpeed sums
+gradients in bf16, its default.
 
-A peer runs all of a rank's sequences at once, unless bench.py's --micro-batch says how many.
+A peer runs micro-batches of the size that the planner predicts to be the fastest with unlimited
+memory. bench.py's --micro-batch sets another size.
 
 Left out: which rows are timed, and how (bench.py). Whether peers compute the same losses as our
 model is tested in tests/test_bench.py.
@@ -225,21 +230,21 @@ def float8_linears(model: nn.Module, emulate: bool = False) -> Iterator[None]:
         _inductor_patch._PATCHED = False  # so that torchao changes them again for the next row
 
 
-# word of a label -> n of is_recomputed
+# word of a label -> keep_every of is_recomputed
 TRANSFORMERS_RECOMPUTED = {"half": 2, "three-quarters": 4, "full": 0}
 
 
-def is_recomputed(layer: int, n: int) -> bool:
-    """Return whether backward recomputes a layer. Every n-th layer is not recomputed: with n=4
-    these are layers 0, 4, 8 and so on. n=1: no layer is recomputed. n=0: all layers are."""
-    return n == 0 or layer % n > 0
+def is_recomputed(layer: int, keep_every: int) -> bool:
+    """Return whether backward recomputes a layer. Layers 0, keep_every, 2 * keep_every, ... are not
+    recomputed. So keep_every=1 recomputes no layer, and 2 every second one. 0 recomputes all."""
+    return keep_every == 0 or layer % keep_every > 0
 
 
-def recompute_layers(model: nn.Module, n: int) -> None:
-    """Recompute the layers of transformers' model in backward, except every n-th one."""
+def recompute_layers(model: nn.Module, keep_every: int) -> None:
+    """Recompute the layers of transformers' model in backward that is_recomputed says."""
     model.gradient_checkpointing_enable()
     for i, layer in enumerate(model.model.layers):
-        layer.gradient_checkpointing = is_recomputed(i, n)
+        layer.gradient_checkpointing = is_recomputed(i, keep_every)
 
 
 def by_layer_loss(model: nn.Module, liger_loss: bool) -> Callable:
@@ -388,7 +393,7 @@ attention_operator.register_autograd(attention_backward, setup_context=save_atte
 KEEP_ATTENTION = functools.partial(
     create_selective_checkpoint_contexts, [torch.ops.bench.attention.default]
 )
-# WHAT in a row's label (see the top of this file) -> flags of checkpoint(), and n of
+# WHAT in a row's label (see the top of this file) -> flags of checkpoint(), and keep_every of
 # is_recomputed. selective: a recomputed layer does not run attention again, because attention's
 # result is kept
 RECOMPUTED = {
@@ -407,24 +412,24 @@ class WholeBlock(Block):
     forward = run_block
 
 
-class Fsdp2Model(LLaMA):
+class WholeLayerModel(LLaMA):
     """Our model, made of WholeBlocks. recomputed: the key of RECOMPUTED that says which of them are
     recomputed in backward."""
 
     def __init__(self, cfg: ModelConfig, attention: Attention, recomputed: str):
-        checkpoint_flags, n = RECOMPUTED[recomputed]
+        checkpoint_flags, keep_every = RECOMPUTED[recomputed]
         super().__init__(cfg, AttentionOperator(attention) if checkpoint_flags else attention)
         self.checkpoint_flags = checkpoint_flags
-        self.not_recomputed = n
+        self.keep_every = keep_every
         self.blocks = nn.ModuleList(WholeBlock(cfg) for _ in self.blocks)
-        self.layer_runner = Fsdp2Model.start_layers
+        self.layer_runner = WholeLayerModel.start_layers
 
     def start_layers(self, positions: Positions, attention: Callable) -> Callable:
         """Return run_layer(i, x), which calls layer i."""
 
         def run_layer(i, x):
             block = self.blocks[i]
-            if is_recomputed(i, self.not_recomputed):
+            if is_recomputed(i, self.keep_every):
                 return checkpoint(
                     block, x, positions, attention, use_reentrant=False, **self.checkpoint_flags
                 )
@@ -472,14 +477,23 @@ class Fsdp2States(TorchStates):
             next_block.set_modules_to_backward_prefetch([block])
 
         super().__init__(model)
-        self.num_micro_batches = plan.micro_batches
-        self.begun = 0  # micro-batches, of all steps
-        model.register_forward_pre_hook(self.begin_micro_batch)
+        self.ranks = plan.ranks
 
-    def begin_micro_batch(self, *_) -> None:
+    def forward_backward(self, micro_batches: Iterable[tuple]) -> Tensor:
+        """Do what LLaMA.forward_backward does. Each of our losses is a summand of the step's loss,
+        so gradients must be summed over ranks. FSDP2 takes their mean. So the loss is multiplied by
+        the number of ranks before backward."""
+        micro_batches = list(micro_batches)
+        total = 0.0
+        for i, micro_batch in enumerate(micro_batches):
+            self.begin_micro_batch(last=i == len(micro_batches) - 1)
+            loss = self.model(*micro_batch)
+            (loss * self.ranks).backward()
+            total += loss.detach()
+        return total
+
+    def begin_micro_batch(self, last: bool) -> None:
         """Tell FSDP2 whether this micro-batch is the last of its step."""
-        self.begun += 1
-        last = self.begun % self.num_micro_batches == 0
         self.model.set_is_last_backward(last)
         self.model.set_requires_all_reduce(last)
         if not self.reshard:  # ZeRO-2: gradients stay whole until the last micro-batch
@@ -503,8 +517,10 @@ def fsdp2_step(run: Run, options: list[str]) -> Step:
     A collective."""
     attention = train.make_attention(run, groups_of(1, 1))
     with torch.device("meta"):
-        model = Fsdp2Model(run.plan.model, attention, recomputed=options[0])
-    return Step(run, model, Fsdp2States(model, run, "host" in options), random_batch(run))
+        model = WholeLayerModel(run.plan.model, attention, recomputed=options[0])
+    states = Fsdp2States(model, run, "host" in options)
+    model.forward_backward = states.forward_backward
+    return Step(run, model, states, random_batch(run))
 
 
 DEEPSPEED_BUCKET = 500_000_000  # elements that DeepSpeed gathers ahead, and reduces together
@@ -601,7 +617,7 @@ def deepspeed_step(run: Run, options: list[str]) -> Step:
     the row's label after "deepspeed", the first of which is a key of RECOMPUTED. A collective."""
     attention = train.make_attention(run, groups_of(1, 1))
     with torch.device("meta"):
-        model = Fsdp2Model(run.plan.model, attention, recomputed=options[0])
+        model = WholeLayerModel(run.plan.model, attention, recomputed=options[0])
     model.to(torch.bfloat16).to_empty(device=run.device)
     # ranks draw the same weights, because DeepSpeed keeps small ones whole on every rank
     generator = torch.Generator(run.device).manual_seed(0)

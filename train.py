@@ -4,7 +4,7 @@
     torchrun --nproc_per_node 8 train.py --model 7b   one process (a rank) per GPU, the same code
     python train.py --help                            every flag
 
-One step draws --batch sequences. Every data-parallel rank takes its share of them and runs it in
+One step draws --batch sequences. Every data-parallel group takes its share of them and runs it in
 micro-batches, whose gradients accumulate. The ranks of a sequence-parallel group hold different
 tokens of the same sequences. The loss is
 
@@ -19,7 +19,7 @@ For example, `python train.py --device cpu --seq 64 --batch 4 --steps 4` prints 
 
     model: 1,869,504 parameters, on CPU, with attention kernel cpu. A token costs 1.15e+07 FLOPs ...
     data transformers: 7,979,036 tokens, 118,439 training and 6,233 validation sequences
-    plan: a step is 1 data-parallel rank x 1 micro-batch x 4 sequences; model states are not ...
+    plan: a step is 1 data-parallel group x 1 micro-batch x 4 sequences; model states are not ...
     step 1/4 loss 6.0963 grad 6.336 lr 1.50e-04 TGS 3,140 0.08 s left 0:00:00
     ...
     step 4/4 loss 4.6575 grad 3.169 lr 6.00e-04 TGS 2,460 0.10 s left 0:00:00 val_loss 4.3319
@@ -83,6 +83,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.torch_version import Version
 
 import checkpoint
 import costs
@@ -183,6 +184,7 @@ from tensor import TensorParallel, check_tensor_parallel, split_model
 LONGEST_ON_CPU = 2**14  # tokens of a sequence, if a run falls back to the CPU
 EVAL_SEQUENCES = 64  # an evaluation runs at most this many sequences
 MAX_SKIPS = 5  # the run ends after this many non-finite steps in a row
+MOST_SECONDS_LEFT = 10**9  # a time left that is longer, of about 30 years, is printed as this
 
 # ---------------------------------------------------------------------------- flags
 
@@ -294,8 +296,8 @@ class Config(Constraints):
         "", "Folder for a Hugging Face checkpoint of the final weights in --dtype, with tokenizer "
         "and license. Its architecture is the imported model's. Without an import it is Qwen3 for "
         "qwen3-8b, and Llama for the other models. With --save-every, each save also replaces this "
-        "folder by an export of the step's weights. A run that is stopped saves, but does not "
-        "export.")
+        "folder by an export of the step's weights. A run that is stopped before its last step "
+        "saves, but does not export.")
     # fmt: on
 
     def __post_init__(self):
@@ -373,8 +375,12 @@ def resumed_flags(command_flags: dict, old: dict) -> Config:
         ) from e
 
     init = command_flags.get("init", old["init"])
-    folder, old_folder = (Path(text.removeprefix("hf:")).resolve() for text in (init, old["init"]))
-    if folder != old_folder:  # the same folder may be spelt in two ways
+    # whether it is an import, and its folder, which may be spelt in two ways
+    source, old_source = (
+        (text.startswith("hf:"), Path(text.removeprefix("hf:")).resolve())
+        for text in (init, old["init"])
+    )
+    if source != old_source:
         raise ValueError(
             f"--init {init}: --init cannot change on resume, and the run began with --init "
             f"{old['init']}. Drop --init"
@@ -539,15 +545,17 @@ def check_schedule_fits(
     """Raise ValueError if the schedule's `steps` are too few for the warm-up, or for the warm-up
     and the decay of wsd together. decides_end: whether this command decides where the schedule
     ends. If it does not, the decay was checked by the command that did."""
+    checks_decay = SCHEDULES[cfg.schedule].stable and decides_end
+    decay = decay_length(cfg.decay_steps, steps)
     if cfg.warmup is not None and warmup > steps:
+        most = max(0, steps - decay) if checks_decay else steps
         raise ValueError(
             f"--warmup {warmup} is longer than the {steps} steps of the schedule. Choose at most "
-            f"--warmup {steps}"
+            f"--warmup {most}, or more --steps"
         )
-    if not (SCHEDULES[cfg.schedule].stable and decides_end):
+    if not checks_decay:
         return
 
-    decay = decay_length(cfg.decay_steps, steps)
     earliest = max(warmup, start_step)  # the first step at which the decay may begin
     if earliest + decay <= steps:
         return
@@ -612,7 +620,8 @@ def choose_device(cfg: Config, local_rank: int) -> torch.device:
 
     Raises ValueError in three cases: this node has fewer GPUs than processes, --device auto finds
     no GPU and a step would take hours on the CPU, or PyTorch is too old."""
-    if torch.__version__ < "2.11":  # a TorchVersion, which compares numbers: 2.9 is smaller
+    # without what follows the numbers, as in 2.11.0a0+hash, a version of NVIDIA's containers
+    if Version(torch.__version__).release < (2, 11):
         raise ValueError(f"torch {torch.__version__} is too old: train.py needs at least 2.11")
     gpus = torch.cuda.device_count()
     if cfg.device == "auto" and not gpus and (cfg.seq or 0) > LONGEST_ON_CPU:
@@ -754,7 +763,8 @@ def tokenise_sources(
     Rank 0 writes them unless an earlier run has done so. The other ranks wait, which may take
     hours. Raises ConfigError. A collective of all ranks.
     """
-    # patient_group has no time-out. If rank 0 dies, its connections close and end the others
+    # patient_group waits for up to 30 days. If rank 0 dies, its connections close, so the
+    # collective fails on the remaining ranks
     group = patient_group()
     token_paths = []
     for path in paths:
@@ -891,8 +901,7 @@ def choose_plans(
         world, per_node, profile, min(gpu_budgets), min(host_budgets), kernel, processor
     )
 
-    default_tokens = 2**12 if cfg.model == "tiny" else 2**19  # per step
-    constraints = replace(cfg, default_tokens=default_tokens)
+    constraints = replace(cfg, default_tokens=planner.default_tokens(cfg.model))
     return all_or_none(planner.plan, constraints, model, cluster), cluster
 
 
@@ -1053,7 +1062,7 @@ def print_run(run: Run, plans: list[costs.Plan]) -> None:
         for name, field in flags_of(cfg).items()
         if getattr(cfg, name) != field.default
     ]
-    print0("flags that differ from their defaults:", *not_default)
+    print0("flags that differ from their defaults, some of them chosen for auto:", *not_default)
     if cfg.device == "auto" and run.device.type == "cpu":
         print0("There is no GPU here, or PyTorch does not see it. So this run is on the CPU")
     print_model(run)
@@ -1062,7 +1071,8 @@ def print_run(run: Run, plans: list[costs.Plan]) -> None:
 
 
 def print_model(run: Run) -> None:
-    """Print the model's size and what a token costs, and what a user may not expect of it."""
+    """Print the model's size and the FLOPs of a token. Add a note if products run in float8, if the
+    rotary embedding is too short for --seq, or if the head is (or was) tied to the embedding."""
     cfg, model = run.cfg, run.plan.model
     causal, full = flops_per_token(model, cfg.seq)
     print0(
@@ -1137,7 +1147,7 @@ def plan_in_words(plan: costs.Plan) -> str:
     """Return the choices of a plan in one line. Leave out tp, pp, sp, ring and head groups that
     are 1.
 
-    Example: a step is 1 data-parallel rank x 1 micro-batch x 16 sequences; model states are not
+    Example: a step is 1 data-parallel group x 1 micro-batch x 16 sequences; model states are not
     sharded; activations: keep all
     """
 
@@ -1146,7 +1156,7 @@ def plan_in_words(plan: costs.Plan) -> str:
 
     chosen = planner.choices(plan)
     factors = [
-        counted(plan.dp, "data-parallel rank", "data-parallel ranks"),
+        counted(plan.dp, "data-parallel group", "data-parallel groups"),
         counted(plan.micro_batches, "micro-batch", "micro-batches"),
         counted(plan.micro_batch, "sequence", "sequences"),
     ]
@@ -1516,9 +1526,12 @@ class Batch:
     # of the tokens that attention has: (1, T/sp), counted in the sequence; with documents
     # (M, B, T/sp), counted in the document
     positions: Tensor
-    scale: Tensor  # 1 / number of valid labels of all ranks
+    # 1 / number of valid labels, summed over ranks. With --tp-mode mtp, all tp ranks have the same
+    # labels, so each label counts tp times, both here and in the loss
+    scale: Tensor
     documents: Sequence[Documents | None] = (None,)
-    keys_seen: Tensor | None = None  # mean of 2k - 1 for tokens that see k keys, over all ranks
+    # mean of 2k - 1 over the tokens of all ranks, if a token attends to k keys (valid_label_scale)
+    keys_seen: Tensor | None = None
     read_error: str = ""  # why this rank could not read all of its sequences
 
     def micro_batches(self) -> Iterable[tuple]:
@@ -1629,7 +1642,7 @@ def load_batch(run: Run, first: int, read: Callable | None = None, count: int = 
 
     read    read(i) returns sequence i, a data.Window of T + labels_ahead tokens or fewer, or None
             for a blank one; by default it reads training sample i
-    count   sequences on all data-parallel ranks together; 0: as many as a step has
+    count   sequences of all data-parallel groups together; 0: as many as a step has
 
     Example: dp=2, batch 8, first=16. data_rank 1 gets the sequences 20 to 23.
 
@@ -1642,7 +1655,8 @@ def load_batch(run: Run, first: int, read: Callable | None = None, count: int = 
     numbers = range(rank_first, rank_first + rank_count)
     windows, counts, read_error = read_windows(run, numbers, read or run.training.sample)
 
-    # this rank's part of every sequence: indices (T/sp,), and (n,) between matrix products
+    # which tokens of each sequence this rank has: in attention sp_tokens (T/sp,), and in embedding,
+    # norms, residual stream and loss own_tokens (n,)
     sp_tokens = sequence_positions(plan.seq, plan.sp, plan.ring, run.coordinates.sp_rank)
     own_tokens = select_tp_tokens(run, sp_tokens)
     tokens = windows[:, own_tokens]  # (b, n)
@@ -1742,7 +1756,8 @@ def document_positions(
 
 
 def valid_label_scale(run: Run, labels: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """Return 1 / number of valid labels of all ranks, and keys_seen, which flops_per_token needs.
+    """Return 1 / number of valid labels, summed over ranks (Batch.scale), and keys_seen, which
+    flops_per_token needs.
 
     keys_seen is the mean over all tokens of 2k - 1, where k is the number of keys that a token
     attends to. At position i this is k = i + 1, so 2k - 1 = 2i + 1. Example: in a sequence of 4
@@ -1799,6 +1814,7 @@ class Stop:
         self.limit = math.inf  # seconds since the process started
         self.step_seconds = deque(maxlen=RECENT_STEPS)
         self.save_seconds = 0.0  # an estimate, used until a save has been timed (saver.seconds)
+        self.next_seconds = None  # of the last request
         self.reason = ""  # the request that the ranks have agreed on, as text; "": go on
         if run.cfg.stop_after:
             self.limit = duration(run.cfg.stop_after)
@@ -1813,6 +1829,7 @@ class Stop:
         next_seconds: how long the run will work until it asks again; None: for one step. Time is up
         if this work and a save would end after --stop-after.
         """
+        self.next_seconds = next_seconds
         if self.signals.number:
             return float(self.signals.number)
         if self.run.rank == 0 and process_seconds() + self.time_needed(next_seconds) > self.limit:
@@ -1831,10 +1848,10 @@ class Stop:
         """Note the largest request of all ranks, and return the reason to stop, or ""."""
         if request == TIME_IS_UP:
             passed = timedelta(seconds=round(process_seconds()))
-            needed = timedelta(seconds=math.ceil(self.time_needed()))
+            needed = timedelta(seconds=math.ceil(self.time_needed(self.next_seconds)))
             self.reason = (
-                f"--stop-after {self.run.cfg.stop_after}: {passed} have passed, and another step "
-                f"with a save may take {needed}"
+                f"--stop-after {self.run.cfg.stop_after}: {passed} have passed, and the work that "
+                f"comes next, with a save, may take {needed}"
             )
         elif request:
             self.reason = f"stopped by {signal.Signals(int(request)).name}"
@@ -2008,8 +2025,11 @@ def host_peak_gib() -> float:
 
 
 def wait_for_step(step_stats: dict[str, Tensor]) -> dict[str, float]:
-    """Return the statistics of a step as numbers. step_stats: 0-dim tensors on the device, which
-    are equal on all ranks. This is where the host waits for the step, in one copy."""
+    """Return the statistics of a step as numbers. Here the host waits for the step, in one copy.
+
+    step_stats: 0-dim tensors on the device. "finite" must be equal on all ranks, because ranks
+    decide by it whether to stop. Of the other tensors, the values of rank 0 are logged.
+    """
     values = torch.hstack([*step_stats.values()]).tolist()
     return dict(zip(step_stats, values))
 
@@ -2075,7 +2095,8 @@ def log_step(run: Run, log: TextIO, row: dict, unsaved: str) -> None:
         parts.append(f"MFU {row['mfu_causal']:.1%} causal {row['mfu_full']:.1%} full")
     if row["gpu_gib"]:
         parts.append(f"GPU {in_unit(row['gpu_gib'] * GIB)}")
-    parts.append(f"{seconds:.2f} s left {timedelta(seconds=round(seconds * (steps - step)))}")
+    left = min(seconds * (steps - step), MOST_SECONDS_LEFT)
+    parts.append(f"{seconds:.2f} s left {timedelta(seconds=round(left))}")
     if not row["finite"]:
         parts.append("SKIPPED: the loss or the gradient is not finite")
     if unsaved:
@@ -2099,14 +2120,17 @@ def log_row(log: TextIO, row: dict, *parts: str) -> None:
         print(f"log.jsonl cannot be written: {e.strerror}")
 
 
-def close_log(run: Run, log: TextIO, draw: bool) -> None:
-    """Close log.jsonl, and draw loss.png from it on rank 0 if `draw`."""
+def close_log(run: Run, log: TextIO, draw: bool) -> bool:
+    """Close log.jsonl, and draw loss.png from it on rank 0 if `draw`. Return whether it has drawn
+    it."""
     try:
         log.close()
         if draw and run.rank == 0:
             draw_losses(Path(log.name))
+            return True
     except Exception as e:  # log.jsonl may hold anything, and a picture must not end a run
         print(f"log.jsonl or loss.png could not be written: {e!r}")
+    return False
 
 
 def draw_losses(log: Path) -> None:
@@ -2244,12 +2268,12 @@ def end_loop(run: Run, states: States, stop: Stop, log: TextIO, state: LoopState
     if cfg.save_every >= 0 and (state.needs_save or saver.failed):
         begin_save(run, saver, state)
         saver.finish()
-    close_log(run, log, draw=not stop.reason)
+    drawn = close_log(run, log, draw=not stop.reason)
     if cfg.export and state.step >= cfg.steps and state.skips_in_a_row < MAX_SKIPS:
         state.export_failed = export(run, states, state.step, saver.group)
     failure = state.failure or saver.failed or state.export_failed
     if not failure and state.step > run.start_step:
-        print0(closing_advice(run, state, drawn=not stop.reason))
+        print0(closing_advice(run, state, drawn))
     elif not failure and run.resumed and not cfg.export and 0 < cfg.steps <= state.step:
         print0(
             f"Nothing was trained, because the run had reached --steps {cfg.steps}. To train on, "
@@ -2373,7 +2397,7 @@ def main(argv: list[str] | None = None) -> None:
     # together. Joining needs a timeout already, so one that is out of range is clamped here
     timeout = min(max(1.0, command_flags.get("timeout", Config.timeout)), 1e9)
     failure = ""
-    advice = "All saved checkpoints are complete: start it again, or continue with --resume"
+    advice = "All saved checkpoints are complete. Start the run again, or continue it with --resume"
     with stop_signals() as signals:
         rank, world, local_rank = start_ranks(timeout)
         with heartbeat(rank, world, advice), contextlib.ExitStack() as lock:

@@ -40,7 +40,10 @@ REFUSED = [
     ("train.py --seed -1", "--seed -1: choose a value from 0"),
     ("train.py --stop-after 3h55", "--stop-after 3h55: choose a time .*, such as 3h55m, 90m"),
     ("train.py --schedule exp", "--schedule exp: choose one of cosine, constant, wsd"),
-    ("train.py --warmup 7", "--warmup 7 is longer than the 6 steps .* Choose at most --warmup 6"),
+    (
+        "train.py --warmup 7",
+        "--warmup 7 is longer than the 6 steps .* Choose at most --warmup 6, or more --steps",
+    ),
     ("train.py --decay-steps 2", "--decay-steps 2 belongs to --schedule wsd"),
     (
         "train.py --schedule wsd --warmup 4 --decay-steps 3",
@@ -82,7 +85,7 @@ REFUSED = [
     ),
     (
         "train.py --p 2",
-        "--p 2 --g 1 --os 1: 2 shards do not fit 1 ranks.*Nearest legal choices: --p 1",
+        "--p 2: 2 shards do not fit 1 ranks.*Nearest legal choices: --p 1",
     ),
     ("train.py --tp 2", "--tp 2: .* must divide the 1 GPUs of a node, .* choices: --tp 1$"),
     # ---- data

@@ -371,7 +371,8 @@ def test_stop_after_counts_a_step_and_the_save(monkeypatch):
     assert stop.agree_on(signal.SIGUSR1) == "stopped by SIGUSR1"
     now[0] = 3661.2  # 1:01:01
     assert stop.agree_on(time_is_up) == (
-        "--stop-after 100s: 1:01:01 have passed, and another step with a save may take 0:00:50"
+        "--stop-after 100s: 1:01:01 have passed, and the work that comes next, with a save, may take "
+        "0:00:50"
     )
 
 
@@ -404,7 +405,7 @@ def test_stop_after_before_the_first_step(tmp_path, capsys):
     Catches a checkpoint of initial weights, which would be resumed as if they were trained.
     """
     main(f"--steps 3 --stop-after 1s --out {tmp_path}")  # this process is older than a second
-    assert "have passed, and another step" in capsys.readouterr().out
+    assert "have passed, and the work that comes next" in capsys.readouterr().out
     assert not saved_steps(tmp_path) and not read_log(tmp_path)
     main(f"--steps 3 --resume auto --out {tmp_path}")
     main(f"--steps 5 --resume auto --stop-after 1s --out {tmp_path}")
