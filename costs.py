@@ -26,7 +26,7 @@ Legend:
     the tokens (token chunks); attention always runs on all tokens
     mesh of a group of ranks: (GPUs in each node, nodes)
 
-In code, `n` stands for n in functions of an ActivationPlan, and for N in functions of a Plan.
+In code, `tokens` is N, unless a function says otherwise, and `n` is always n.
 
 Example: 7B (P = 6.74e9 parameters) with one sequence of 256K tokens on four H200s,
 
@@ -805,15 +805,15 @@ def receive_buffers(plan: Plan) -> list[TensorSize]:
     """
     if plan.head_ranks == 1:
         return []
-    n, dtype = plan.tokens, plan.dtype
+    tokens, dtype = plan.tokens, plan.dtype
     q, kv = plan.head_group_widths
     q_slots = min(2, plan.head_groups)
     kv_slots = min(2, plan.kv_groups)  # head groups that share k and v share their buffers
     return [
-        TensorSize("q, o and do of two head groups", n, 3 * q, dtype, q_slots),
-        TensorSize("dq of a head group", n, q, dtype),
-        TensorSize("k and v of two head groups", n, kv, dtype, kv_slots),
-        TensorSize("dk and dv of a head group", n, kv, dtype),
+        TensorSize("q, o and do of two head groups", tokens, 3 * q, dtype, q_slots),
+        TensorSize("dq of a head group", tokens, q, dtype),
+        TensorSize("k and v of two head groups", tokens, kv, dtype, kv_slots),
+        TensorSize("dk and dv of a head group", tokens, kv, dtype),
     ]
 
 
@@ -866,18 +866,18 @@ def recomputes_chunks(plan) -> bool:
 
 def layer_backward_tensors(plan) -> list[TensorSize]:
     """Return what is alive throughout a layer's backward, besides its skeletal activations."""
-    cfg, n, dtype = plan.local_model, plan.tokens, plan.dtype
+    cfg, tokens, dtype = plan.local_model, plan.tokens, plan.dtype
     own = plan.tokens_between_products
     q, kv = plan.q_kv_widths
     tensors = [
         TensorSize("dy, of the layer's output", own, cfg.dim, dtype),
         TensorSize("dx, as far as it comes from block.post", own, cfg.dim, dtype),
-        TensorSize("do, of attention's output", n, q, dtype),
+        TensorSize("do, of attention's output", tokens, q, dtype),
     ]
     if recomputes_chunks(plan):
-        tensors.append(TensorSize("q, k and v, recomputed", n, q + kv, dtype))
+        tensors.append(TensorSize("q, k and v, recomputed", tokens, q + kv, dtype))
         if cfg.qk_norm:  # a norm's backward needs its input
-            tensors.append(TensorSize("q and k before their norms", n, q + kv / 2, dtype))
+            tensors.append(TensorSize("q and k before their norms", tokens, q + kv / 2, dtype))
     return tensors
 
 
@@ -895,13 +895,13 @@ def attention_backward_tensors(plan) -> list[TensorSize]:
 
     It runs one head group after the other.
     """
-    cfg, n, dtype, wide = plan.local_model, plan.tokens, plan.dtype, plan.accum_dtype
+    cfg, tokens, dtype, wide = plan.local_model, plan.tokens, plan.dtype, plan.accum_dtype
     q, kv = plan.head_group_widths
     groups, kv_groups = plan.head_groups, plan.kv_groups
     one_call = plan.head_ranks * groups == 1  # the kernel sees all heads of these tokens at once
     tensors = []
     if not overwrites_qkv(plan):
-        tensors.append(TensorSize("dq, dk and dv", n, sum(plan.q_kv_widths), dtype))
+        tensors.append(TensorSize("dq, dk and dv", tokens, sum(plan.q_kv_widths), dtype))
 
     # with several head groups or all-to-alls, a group's inputs and gradients are copies, not views
     # of whole tensors. With all-to-alls we count two groups, each with a copy to send and one
@@ -911,20 +911,20 @@ def attention_backward_tensors(plan) -> list[TensorSize]:
         copies, kv_copies = 2 * min(2, groups), 2 * min(2, kv_groups)
     if not one_call:
         tensors += [
-            TensorSize("q, o, do, dq of a head group", n, 4 * q, dtype, copies),
-            TensorSize("k, v, dk, dv of a head group", n, 2 * kv, dtype, kv_copies),
+            TensorSize("q, o, do, dq of a head group", tokens, 4 * q, dtype, copies),
+            TensorSize("k, v, dk, dv of a head group", tokens, 2 * kv, dtype, kv_copies),
         ]
     if groups > kv_groups:  # several head groups add to the same dk and dv
-        tensors.append(TensorSize("sums of dk and dv over head groups", n, kv, wide))
+        tensors.append(TensorSize("sums of dk and dv over head groups", tokens, kv, wide))
 
     # the kernel's own float32 buffers. Those of a group are alive when the next group begins
     alive = min(2, groups)
     tensors += [
-        TensorSize("the kernel's dq", n, q, wide, alive),
-        TensorSize("the kernel's two numbers per row", n, 2 * cfg.heads / groups, wide, alive),
+        TensorSize("the kernel's dq", tokens, q, wide, alive),
+        TensorSize("the kernel's two numbers per row", tokens, 2 * cfg.heads / groups, wide, alive),
     ]
     if cfg.heads / groups > cfg.kv_heads / kv_groups:  # several query heads share dk and dv
-        tensors.append(TensorSize("the kernel's dk and dv", n, kv, wide, alive))
+        tensors.append(TensorSize("the kernel's dk and dv", tokens, kv, wide, alive))
 
     if plan.ring > 1:
         tensors += ring_backward_tensors(plan)
@@ -933,17 +933,19 @@ def attention_backward_tensors(plan) -> list[TensorSize]:
 
 def ring_backward_tensors(plan) -> list[TensorSize]:
     """Return what a ring allocates in attention's backward (attention.Ring.attend_backward)."""
-    n, dtype = plan.tokens, plan.dtype
+    tokens, dtype = plan.tokens, plan.dtype
     q, kv = plan.head_group_widths
     steps = min(2, plan.ring - 1)  # k and v of this step, and of the next one, which arrive
     tensors = [
-        TensorSize("k and v of other ranks", n, kv, dtype, steps),
-        TensorSize("sums of dk and dv, received and sent", n, kv, plan.ring_sum_dtype, 2),
-        TensorSize("sum of dq", n, q, plan.accum_dtype),
-        TensorSize("dq, dk and dv of the step before", n, q + kv, dtype),
+        TensorSize("k and v of other ranks", tokens, kv, dtype, steps),
+        TensorSize("sums of dk and dv, received and sent", tokens, kv, plan.ring_sum_dtype, 2),
+        TensorSize("sum of dq", tokens, q, plan.accum_dtype),
+        TensorSize("dq, dk and dv of the step before", tokens, q + kv, dtype),
     ]
     if plan.head_groups > 1:
-        tensors.append(TensorSize("k and v of the next group, sent and received", n, kv, dtype, 2))
+        tensors.append(
+            TensorSize("k and v of the next group, sent and received", tokens, kv, dtype, 2)
+        )
     return tensors
 
 
@@ -953,15 +955,15 @@ def product_backward_tensors(plan) -> list[TensorSize]:
     This is the product that needs most. The tensors are in addition to layer_backward_tensors. At
     the same time an all-to-all sends the first head group's inputs, so they are counted, too.
     """
-    cfg, n, dtype = plan.local_model, plan.tokens, plan.dtype
+    cfg, tokens, dtype = plan.local_model, plan.tokens, plan.dtype
     q, kv = plan.head_group_widths
-    rows = n / plan.chunks
+    rows = tokens / plan.chunks
     tensors = float8_backward_tensors(plan, rows, cfg.dim + cfg.ffn)
     tensors += [
         TensorSize("a = SwiGLU(gate|up), and da", rows, cfg.ffn, dtype, 2),
         TensorSize("gradient of gate|up", rows, 2 * cfg.ffn, dtype),
     ]
-    width = most_saved_again_width(plan)
+    width = width_saved_twice(plan)
     if width:
         # two operators save the same tensor, as gate_up and its adapters do, so its gradient is a
         # sum. First the second gradient is alive beside a and da. Then it is alive together with
@@ -975,9 +977,11 @@ def product_backward_tensors(plan) -> list[TensorSize]:
     if recomputes_chunks(plan):
         tensors.append(TensorSize("gate|up, recomputed", rows, 2 * cfg.ffn, dtype))
     if plan.head_ranks > 1:
-        tensors.append(TensorSize("q, k, v, o, do of a head group, sent", n, 3 * q + kv, dtype))
+        tensors.append(
+            TensorSize("q, k, v, o, do of a head group, sent", tokens, 3 * q + kv, dtype)
+        )
     if plan.ring > 1:
-        tensors.append(TensorSize("k and v, sent and received", n, kv, dtype, 2))
+        tensors.append(TensorSize("k and v, sent and received", tokens, kv, dtype, 2))
     if plan.tp > 1:
         tensors += [
             TensorSize("dy, all-reduced", rows, cfg.dim, dtype),
@@ -993,10 +997,10 @@ def pre_backward_moments(plan) -> dict[str, list[TensorSize]]:
     dx of all chunks is allocated. Attention has freed do and the recomputed q, k and v. So the
     tensors of layer_backward_tensors are not the ones that are alive here.
     """
-    cfg, n, dtype = plan.local_model, plan.tokens, plan.dtype
+    cfg, tokens, dtype = plan.local_model, plan.tokens, plan.dtype
     own = plan.tokens_between_products
     q, kv = plan.q_kv_widths
-    rows, own_rows = n / plan.chunks, own / plan.chunks
+    rows, own_rows = tokens / plan.chunks, own / plan.chunks
     alive = [
         TensorSize("dy, of the layer's output", own, cfg.dim, dtype),
         TensorSize("dx, as far as it comes from block.post", own, cfg.dim, dtype),
@@ -1004,9 +1008,9 @@ def pre_backward_moments(plan) -> dict[str, list[TensorSize]]:
     ]
     # if they overwrite saved q, k and v, they are counted among the skeletal activations
     if recomputes_chunks(plan) or not overwrites_qkv(plan):
-        alive.append(TensorSize("dq, dk and dv", n, q + kv, dtype))
+        alive.append(TensorSize("dq, dk and dv", tokens, q + kv, dtype))
     if recomputes_chunks(plan) and cfg.qk_norm:
-        alive.append(TensorSize("q and k before their norms", n, q + kv / 2, dtype))
+        alive.append(TensorSize("q and k before their norms", tokens, q + kv / 2, dtype))
 
     dqkv = TensorSize("gradient of q|k|v of a chunk", rows, q + kv, dtype)
     moments = {
@@ -1067,7 +1071,7 @@ def whole_layer_moments(plan) -> dict[str, list[TensorSize]]:
         *norms,
         *float8_backward_tensors(plan, tokens, cfg.dim + 2 * cfg.ffn),
     ]
-    width = most_saved_again_width(plan)
+    width = width_saved_twice(plan)
     if width:  # adapters of gate|up, for example: a second gradient, and then the sum of the two
         second = TensorSize("a second gradient of one tensor", tokens, width, dtype)
         moments["second product of down"] = [*down, second]
@@ -1087,7 +1091,7 @@ def float8_backward_tensors(plan, rows, columns) -> list[TensorSize]:
     ]
 
 
-def most_saved_again_width(plan) -> float:
+def width_saved_twice(plan) -> float:
     """Return the elements per token of the largest tensor of block.post that two operators save, or
     0 (offload.BlockTrace)."""
     trace = trace_block(plan.local_model, plan.tokens, plan.dtype)
@@ -1099,15 +1103,15 @@ def loss_tensors(plan) -> list[TensorSize]:
 
     There are logits of one chunk of tokens, and their gradients for one group of chunks.
     """
-    n, wide = plan.tokens_between_products, plan.accum_dtype
+    tokens, wide = plan.tokens_between_products, plan.accum_dtype
     vocab, dim = plan.vocab_matrix
     chunk, group = loss_chunks(vocab)
     return [
-        TensorSize("logits", min(chunk, n), vocab, wide),
-        TensorSize("gradients of the logits", min(group, n), vocab, plan.dtype),
+        TensorSize("logits", min(chunk, tokens), vocab, wide),
+        TensorSize("gradients of the logits", min(group, tokens), vocab, plan.dtype),
         TensorSize("gradient of the head", vocab, dim, wide, int(plan.counts.trains_head)),
         TensorSize(
-            "the last layer's output, its norm, the norm's gradient", n, 3 * dim, plan.dtype
+            "the last layer's output, its norm, the norm's gradient", tokens, 3 * dim, plan.dtype
         ),
     ]
 
@@ -1430,22 +1434,22 @@ BACKWARD_CHUNKS = [
 
 def layer_tensors(plan: Plan) -> dict[str, float]:
     """Return the bytes of a layer's tensors for all tokens, by their names in the tables above."""
-    cfg, n = plan.local_model, plan.tokens
+    cfg, tokens = plan.local_model, plan.tokens
     q, kv = plan.q_kv_widths
     # in fsp, norms and residual sums run on the rank's own tokens. In msp, norms run on all tokens
     # and sums on the rank's own ones, but we count all tokens for both
-    own = n
+    own = tokens
     if plan.tp_mode == "fsp":
         own = plan.tokens_between_products
     table = (
         ("x h y o_out a_down dx dh dy", own, cfg.dim),
         ("n1 n2 dn1 dn2", own, cfg.dim),
-        ("q o do dq", n, q),
-        ("kv dkv", n, kv),  # k and v
-        ("qkv dqkv", n, q + kv),
-        ("qk dqk", n, q + kv / 2),  # q and k
-        ("a da", n, cfg.ffn),
-        ("gate_up dgate_up", n, 2 * cfg.ffn),
+        ("q o do dq", tokens, q),
+        ("kv dkv", tokens, kv),  # k and v
+        ("qkv dqkv", tokens, q + kv),
+        ("qk dqk", tokens, q + kv / 2),  # q and k
+        ("a da", tokens, cfg.ffn),
+        ("gate_up dgate_up", tokens, 2 * cfg.ffn),
     )
     return {
         name: rows * columns * plan.dtype.itemsize
@@ -1659,15 +1663,15 @@ SHARE_OF_RECTANGLE = 0.75
 
 def ring_bytes(plan, backward):
     """Return the bytes that a ring's element-wise kernels read and write in one pass."""
-    n, e, wide = plan.tokens, plan.dtype.itemsize, plan.accum_bytes
+    tokens, e, wide = plan.tokens, plan.dtype.itemsize, plan.accum_bytes
     q, kv = plan.q_kv_widths
     nbytes = {
-        "o": n * q * e,
-        "dq": n * q * e,
-        "dkv": n * kv * e,
-        "o_sum": n * q * wide,
-        "dq_sum": n * q * wide,
-        "dkv_sum": n * kv * wide,
+        "o": tokens * q * e,
+        "dq": tokens * q * e,
+        "dkv": tokens * kv * e,
+        "o_sum": tokens * q * wide,
+        "dq_sum": tokens * q * wide,
+        "dkv_sum": tokens * kv * wide,
     }
     if backward:
         once, step = RING_BACKWARD, RING_BACKWARD_STEP

@@ -40,7 +40,7 @@ This is a part of what the command above prints:
     GPUs per sequence (sp)      4                       the only legal value with --batch 1
     head groups                 8                       fastest; more groups need less memory
     shards of model states      p=1 g=1 os=2 intra      fastest; on a tie on the GPU, then the ...
-    activations                 2 of 32 layers resident, alpha=0.00, chunks of 16,384 tokens
+    activations                 2 of 32 layers resident with 81% of their chunks, alpha=0.00, ...
 
     plan   s per step   TGS   MFU causal   GPU memory
     1      427.2        614   53.6%        126.0 GiB
@@ -658,27 +658,28 @@ class ActivationProgram:
         plans = replace(plans, kept_chunks=np.clip(kept, 0, most_kept))
         return replace(plans, lag=most_lag(plans, self.layer))
 
-    def most_hidden(self, candidates: Candidates, fit_memory: np.ndarray) -> np.ndarray:
-        """Return how many chunks each candidate swaps.
+    def chunks_to_swap(self, candidates: Candidates, most_chunks: np.ndarray) -> np.ndarray:
+        """Return how many chunks each candidate swaps: as many as fit in memory and do not make
+        layers wait longer than if it swapped none. most_chunks: how many fit in memory.
 
-        It swaps as many as fit in memory and do not make layers wait longer than if it swaps none.
-        But it swaps none if it loses less time then. That happens because rounding buffers with
-        chunks take memory in which resident layers could keep chunks."""
+        The exception: it swaps none if it loses less time then. This happens because rounding
+        buffers with chunks take memory in which resident layers could keep chunks."""
         swapped = np.zeros_like(candidates.gpu_bytes)
-        can_swap = np.flatnonzero(fit_memory >= 1)
+        can_swap = np.flatnonzero(most_chunks >= 1)
         if can_swap.size:
-            able = candidates[can_swap]
-            none = swapped[can_swap]
+            can_swap_any = candidates[can_swap]
+            no_chunks = swapped[can_swap]
 
             def waits_if_swapping(number):
-                return self.waits(self.plans(able, number))
+                return self.waits(self.plans(can_swap_any, number))
 
-            longest_wait = waits_if_swapping(none) + 1e-12
+            longest_wait = waits_if_swapping(no_chunks) + 1e-12
             most = largest(
-                lambda number: waits_if_swapping(number) <= longest_wait, fit_memory[can_swap]
+                lambda number: waits_if_swapping(number) <= longest_wait, most_chunks[can_swap]
             )
-            pays = self.lost_seconds(able, most) <= self.lost_seconds(able, none)
-            swapped[can_swap] = np.where(pays, most, none)
+            lost_with_none = self.lost_seconds(can_swap_any, no_chunks)
+            pays = self.lost_seconds(can_swap_any, most) <= lost_with_none
+            swapped[can_swap] = np.where(pays, most, no_chunks)
         return swapped
 
     def lost_seconds(self, candidates: Candidates, swapped: np.ndarray) -> np.ndarray:
@@ -691,27 +692,27 @@ class ActivationProgram:
         """Return the seconds that the layers of each plan wait for copies."""
         return copy_waits(plans, self.layer, self.s, self.bandwidth, self.busy)
 
-    def may_be_best(self, candidates: Candidates, fit_memory: np.ndarray) -> np.ndarray:
+    def may_be_best(self, candidates: Candidates, most_chunks: np.ndarray) -> np.ndarray:
         """Return the indices of the candidates that may lose the least time, or none if nothing
         fits.
 
-        This is cheap, and leaves only a few candidates to `most_hidden`. Two numbers are compared:
+        This is cheap, and leaves only a few candidates to `chunks_to_swap`. Two numbers are compared:
 
             at_best    what a candidate loses if it swaps all chunks that fit in memory, keeps as
                        many as if it swapped none, and never waits. It cannot lose less than this
             least      what the best of a few candidates loses without swapping any chunk
 
         A candidate whose at_best is above `least` is not the best one."""
-        fitting = np.flatnonzero((self.gpu >= candidates.gpu_bytes) & (fit_memory >= 0))
+        fitting = np.flatnonzero((self.gpu >= candidates.gpu_bytes) & (most_chunks >= 0))
         if not fitting.size:
             return fitting
-        able = candidates[fitting]
-        none = np.zeros(fitting.size)
-        recomputed_s = recomputation_seconds(self.plans(able, none), self.s)
+        fitting_candidates = candidates[fitting]
+        no_chunks = np.zeros(fitting.size)
+        recomputed_s = recomputation_seconds(self.plans(fitting_candidates, no_chunks), self.s)
         # of the candidates that recompute least, what the best one loses
         tried = np.argsort(recomputed_s)[:TRIED_CANDIDATES]
-        least = self.lost_seconds(able[tried], none[tried]).min()
-        at_best = recomputed_s - fit_memory[fitting] / self.chunks * self.s.recompute
+        least = self.lost_seconds(fitting_candidates[tried], no_chunks[tried]).min()
+        at_best = recomputed_s - most_chunks[fitting] / self.chunks * self.s.recompute
         return fitting[at_best <= least + 1e-12]
 
     def plan_at(self, candidates: Candidates, swapped: np.ndarray, i: int) -> ActivationPlan:
@@ -754,22 +755,22 @@ def plan_activations(
 
     program = ActivationProgram(n, layer, s, chunks, bandwidth, gpu, host, busy)
     candidates = activation_candidates(n, layer, resident, must_swap=bool(alpha))
-    fit_memory = program.most_swapped(candidates)
+    most_chunks = program.most_swapped(candidates)
     if alpha is None:
-        may_be_best = program.may_be_best(candidates, fit_memory)
+        may_be_best = program.may_be_best(candidates, most_chunks)
         if not may_be_best.size:
-            none = np.zeros_like(fit_memory)
-            return program.nearest_to_fitting(candidates, none), math.inf
-        candidates, fit_memory = candidates[may_be_best], fit_memory[may_be_best]
+            no_chunks = np.zeros_like(most_chunks)
+            return program.nearest_to_fitting(candidates, no_chunks), math.inf
+        candidates, most_chunks = candidates[may_be_best], most_chunks[may_be_best]
     swapped_layers = n - candidates.k
 
     # ---- how many chunks each candidate swaps
     if alpha is None:
-        swapped = program.most_hidden(candidates, fit_memory)
+        swapped = program.chunks_to_swap(candidates, most_chunks)
     else:
         at_least = 1 if alpha > 0 else 0
         swapped = np.maximum(at_least, np.rint(alpha * chunks * swapped_layers))
-    feasible = (gpu >= candidates.gpu_bytes) & (swapped <= fit_memory)
+    feasible = (gpu >= candidates.gpu_bytes) & (swapped <= most_chunks)
     if alpha is not None and feasible.any():
         # whole chunks miss alpha by a little: take candidates that miss it by 0.02 at most, or by
         # the least that is possible
@@ -1283,14 +1284,14 @@ def search(c, model, hardware):
     Raises ValueError with the broken rule if the flags are illegal, and TooLarge with the need of
     the nearest plan if no plan fits.
     """
-    found = Search(c, model, hardware)
+    searcher = Search(c, model, hardware)
     usual = shapes(c, model, hardware)
-    found.price_usual(usual)
-    found.price_unusual(usual)
-    if not found.fitting:
-        raise nothing_fits(c, found.too_large, hardware)
-    found.price_whole_layers()
-    return sorted(found.fitting, key=token_s)
+    searcher.price_usual(usual)
+    searcher.price_unusual(usual)
+    if not searcher.fitting:
+        raise nothing_fits(c, searcher.too_large, hardware)
+    searcher.price_whole_layers()
+    return sorted(searcher.fitting, key=token_s)
 
 
 class Search:
@@ -1548,8 +1549,8 @@ def shapes(c, model, hardware, exhaustive=False):
         )
     # the search compares shapes by lower bounds of their seconds. So a shape has the faster choice
     # here, which is to keep casts
-    found = choose(c, [start], SHAPE, exhaustive)
-    return [replace(plan, keeps_casts=c.products == "fp8") for plan in found]
+    all_shapes = choose(c, [start], SHAPE, exhaustive)
+    return [replace(plan, keeps_casts=c.products == "fp8") for plan in all_shapes]
 
 
 def choose(c, plans, degrees, exhaustive=False):
@@ -1570,7 +1571,7 @@ def choose(c, plans, degrees, exhaustive=False):
     return plans
 
 
-def fits(c: Constraints, model: ModelConfig, hardware: Hardware) -> bool:
+def any_plan_fits(c: Constraints, model: ModelConfig, hardware: Hardware) -> bool:
     """Return whether any legal plan fits, however slow it is."""
     least_bytes = {}
     try:
@@ -2418,7 +2419,7 @@ def changes_that_fit(asked, hardware):
 
     def fits_with(name, value, **more):
         changed = replace(asked, **{name: value}, **more)
-        return fits(changed, changed.sizes, changed.hardware())
+        return any_plan_fits(changed, changed.sizes, changed.hardware())
 
     def fits_with_batch(name, value):
         # With --batch auto, a step of shorter sequences has more of them. Then a shorter sequence
