@@ -47,10 +47,10 @@ swap S_others.
                         on the host 10 P / os (optim.py)
     gathered weights    2 bytes x (matrices of 2 layers + embedding + head); 0 if      1.24
                         p = 1
-    whole gradients     2 bytes x (the same matrices) if g > 1, and 0 if g = 1.        1.24
-                        Gradients of layers in several token chunks add up in
-                        float32, so these take 4 bytes, for g = 1 too, unless the
-                        kept gradients are in float32 (weight_buffer_bytes)
+    whole gradients     2 bytes x (the same matrices) if g > 1, and 0 if g = 1. In     1.24
+                        layers in several token chunks they add up in float32: 4
+                        bytes if g > 1; and 4 if g = 1, unless the gradients that a
+                        rank keeps are in float32 already (weight_buffer_bytes)
     activations         14 x (S_input + S_attn) = 14.11, 13 x S_others = 60.94,       86.44
                         and two rounding buffers of all three = 2 x 5.70
                         (backward reads swapped layers from these buffers)

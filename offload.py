@@ -467,8 +467,8 @@ class MicroBatch:
     attention: Attention
     host_buffers: list[Tensor] = field(default_factory=list)  # one per swapped layer
     release_host_buffers: Callable | None = None  # gives them to the next micro-batch
-    # the output of the last layer that has run, if the next layer drops its input. It is kept alive,
-    # because a storage_id is unique only among tensors that are alive
+    # the output of the last layer that has run, if the next layer drops its input. It is kept
+    # alive, because a storage_id is unique only among tensors that are alive
     last_output: Tensor | None = None
     saved: dict[int, SavedLayer] = field(default_factory=dict)  # by layer
     # by group: the event after which the group is in its rounding buffer
@@ -698,7 +698,8 @@ class ChunkedLayers:
         plan = self.plan
         self.free_offloaded(micro_batch, i - plan.lag)
         drops_x = i % plan.stride != 0
-        if drops_x and storage_id(x) != storage_id(micro_batch.last_output):
+        last = micro_batch.last_output
+        if drops_x and (last is None or storage_id(x) != storage_id(last)):
             layer = self.first + i
             raise ValueError(
                 f"layer {layer} does not take the very tensor that layer {layer - 1} returned. "

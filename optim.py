@@ -491,8 +491,8 @@ def check_optimizer(name: str, optimizer: Optimizer) -> None:
         )
     if reserved := {"frozen", REST} & set(dtypes):
         raise ValueError(
-            f"--optimizer {name}: a state may not be named {' or '.join(sorted(reserved))}, because "
-            "other tensors have this name. Choose another one"
+            f"--optimizer {name}: a state may not be named {' or '.join(sorted(reserved))}. Other "
+            "tensors have this name, so choose another one"
         )
     master = optimizer.dtypes(torch.float32)["master"]
     if torch.promote_types(master, torch.float32) != master:

@@ -56,11 +56,11 @@ twice: 4 of 32 layers with sp 2, and 29 with sp 1.
 
 How the search works. Each degree of freedom is a function that lists its legal values. A
 combination of the values that the functions in SHAPE list is a *shape*: a plan without the sharding
-of its model states. For each shape the search compares the shardings that `sharding_choices` lists (p,
-g, os, and the GPU or the host for optimizer states). `fit` completes such a plan: plan_activations
-chooses what layers keep. If optimizer states are on the host, `fit` also tries several numbers of
-layers whose states stay on the GPU. The search skips a shape if a lower bound of its seconds says that it cannot win.
-There are two rounds:
+of its model states. For each shape the search compares the shardings that `sharding_choices` lists
+(p, g, os, and the GPU or the host for optimizer states). `fit` completes such a plan:
+plan_activations chooses what layers keep. If optimizer states are on the host, `fit` also tries
+several numbers of layers whose states stay on the GPU. The search skips a shape if a lower bound of
+its seconds says that it cannot win. There are two rounds:
 
     usual shapes      such as those with 4 head groups and with chunks of 16K or 8K tokens
     unusual shapes    all other values, if a bound says that they may be faster than the best plan
@@ -696,7 +696,7 @@ class ActivationProgram:
         """Return the indices of the candidates that may lose the least time, or none if nothing
         fits.
 
-        This is cheap, and leaves only a few candidates to `chunks_to_swap`. Two numbers are compared:
+        This is cheap, and leaves few candidates to `chunks_to_swap`. Two numbers are compared:
 
             at_best    what a candidate loses if it swaps all chunks that fit in memory, keeps as
                        many as if it swapped none, and never waits. It cannot lose less than this
@@ -828,8 +828,16 @@ def legal_choices(c, names, candidates, why_not):
     with_ones = [wish or 1 for wish in asked]
     nearest = sorted(sorted(legal, key=lambda values: math.dist(values, with_ones))[:4])
     advice = ", ".join(map(as_flags, nearest)) or "none, unless other flags change, too"
-    if any(asked):  # say which rule they break with the largest values of the other flags
-        reason = why_not(*(wish or most for wish, most in zip(asked, candidates[-1])))
+    if any(asked):
+        # say which rule they break with the last candidate that agrees with them, or if there is
+        # none, with the last one's values of the other flags
+        alike = [
+            values
+            for values in candidates
+            if all(wish in (None, value) for wish, value in zip(asked, values))
+        ]
+        others = (alike or candidates)[-1]
+        reason = why_not(*(wish or other for wish, other in zip(asked, others)))
         raise ValueError(f"{as_flags(asked)}: {reason}. Nearest legal choices: {advice}")
     raise ValueError(
         f"{as_flags(with_ones)}: {why_not(*with_ones)}. Nearest legal choices: {advice}"
@@ -890,6 +898,8 @@ def pipeline_choices(c, plan, exhaustive=False):
             )
         if virtual_stages > 1 and pp == 1:
             return "virtual stages need a pipeline of several stages"
+        if pp > layers:
+            return f"{pp} stages are more than {layers} layers"
         if pp * virtual_stages > layers:
             return f"{pp} stages x {virtual_stages} virtual stages are more than {layers} layers"
 
@@ -1431,18 +1441,19 @@ def nothing_fits(c, too_large, hardware):
     """Return the TooLarge error that says what the plan nearest to fitting needs."""
     too_large.sort(key=lambda plan: worst_ratio(plan, hardware))
     # A shape's ratio here leaves out optimizer states on the host. So the nearest shape may not
-    # lead to the nearest plan, and shapes that differ in how they use the GPUs are compared
+    # lead to the nearest plan. The 24 nearest shapes are compared that differ in how they use the
+    # GPUs
     nearest_shapes = {}
     for shape in too_large:
-        nearest_shapes.setdefault((*parallelism(shape), shape.micro_batch), []).append(shape)
-    shapes = [shape for alike in nearest_shapes.values() for shape in alike[:2]]
+        nearest_shapes.setdefault((*parallelism(shape), shape.micro_batch), shape)
+    shapes = [*nearest_shapes.values()]
     plan = min(
         (fit(c, plan, hardware) for plan in choose(c, shapes[:24], [sharding_choices])),
         key=lambda plan: (worst_ratio(plan, hardware), plan.gpu_bytes),
     )
     limits = {"host_memory": None, "gpu_memory": None}  # they choose nothing
     asked = non_default_flags(vars(c) | limits)
-    fixed = f". The command fixes {asked}; without them less may do" if asked else ""
+    fixed = f". The command fixes {asked}; other values may need less" if asked else ""
     return TooLarge(
         f"a step needs at least {in_unit(plan.gpu_bytes)} per GPU of "
         f"{in_unit(hardware.gpu_budget)} ({by_purpose(plan)}), and {in_unit(plan.host_bytes)} of "
@@ -1476,8 +1487,8 @@ def sort_by_bound(hardware, plans, c=None):
 
 def with_room(c, best, plans, hardware):
     """Return the plans that may fit: their model states leave room for the smallest activations
-    that layers can save. This takes much less time than `fit`. best: what best_case returned for the
-    shape of these plans."""
+    that layers can save. This takes much less time than `fit`. best: what best_case returned for
+    the shape of these plans."""
     activations = best.memory["activations"]
     if best.recompute == "auto" and c.recompute == "auto":
         n, layer = best.reached_layers, skeletal_bytes(best)
@@ -1488,8 +1499,8 @@ def with_room(c, best, plans, hardware):
     without_states = activations + sum(best.memory[name] for name in ("messages", "working"))
     may_fit = []
     for plan in plans:
-        # a plan needs the fewest GPU bytes with as few resident states as possible, and the fewest
-        # host bytes with as many as possible. So each of the two is counted at its best
+        # a plan needs the fewest GPU bytes with the optimizer states of as few layers as possible
+        # on the GPU, and the fewest host bytes with as many. Each is counted at its best
         memory, _ = memory_of_states(plan)
         most_resident = replace(plan, resident_states=most_resident_states(c, plan))
         _, host = memory_of_states(most_resident)
@@ -2028,7 +2039,9 @@ def activations_in_words(plan):
     if activations.kept_chunks < activations.layers * activations.chunks:
         text = f"{activations.resident} of {activations.layers} layers resident"
         of_resident = activations.resident * activations.chunks
-        if activations.kept_chunks < of_resident:
+        if of_resident and activations.kept_chunks == 0:
+            text += " with x and o only"
+        elif activations.kept_chunks < of_resident:
             text += f" with {activations.kept_chunks / of_resident:.0%} of their chunks"
         text += f", alpha={activations.alpha:.2f}"
     if activations.chunks > 1:
@@ -2265,10 +2278,11 @@ def describe_choices(c, plans, best):
         rows.append([TITLES[name], text, why(c, best, name), next_best])
     lines = [table(["choice", "value", "why", "next best: time per token"], rows)]
     activations = choices(best)["activations"]
-    if best.activations and best.activations.swapped_layers:
+    if "resident" in activations:
         lines.append(
-            "Resident layers copy nothing to the host. The other layers swap the inputs and the "
-            "attention outputs that they save, and a fraction alpha of their other activations."
+            "Resident layers copy nothing to the host. They recompute the chunks that they do not "
+            "keep. The other layers swap the inputs x and the attention outputs o that they save, "
+            "and a fraction alpha of their other activations."
         )
     if "lag" in activations:
         lines.append("Lag d: a layer's copies have the forward of d - 1 layers to finish in.")
@@ -2421,10 +2435,13 @@ def changes_that_fit(asked, hardware):
         changed = replace(asked, **{name: value}, **more)
         return any_plan_fits(changed, changed.sizes, changed.hardware())
 
-    def fits_with_batch(name, value):
+    def fits_with_some_batch(name, value):
         # With --batch auto, a step of shorter sequences has more of them. Then a shorter sequence
-        # may not fit where a longer one does. So the number of sequences stays what it is
-        return fits_with(name, value, **({"batch": batch} if name == "seq" else {}))
+        # may not fit where a longer one does. So the number of sequences first stays what it is. If
+        # the data-parallel groups cannot share that number, --batch auto is tried
+        if name == "seq" and fits_with(name, value, batch=batch):
+            return True
+        return fits_with(name, value)
 
     # the values of each flag are listed by the size of the change. Find the first one that fits, by
     # bisection, because all values after it fit as well
@@ -2434,7 +2451,7 @@ def changes_that_fit(asked, hardware):
         ("gpu_memory", gpu, range(next_gib(gpu), 192 * GIB, GIB)),  # the largest GPU's
         ("ranks", ranks, [ranks * 2**i for i in range(1, 6)]),
     ):
-        first = bisect.bisect_left(values, True, key=functools.partial(fits_with_batch, name))
+        first = bisect.bisect_left(values, True, key=functools.partial(fits_with_some_batch, name))
         if first < len(values):
             value = values[first]
             text = f"{flag_name(name)} {in_size(value)} instead of {in_size(now)}"
@@ -2478,7 +2495,7 @@ def main(argv: list[str] | None = None) -> int:
         changes = changes_that_fit(asked, hardware)
         advice = "what would fit, the smallest change first:"
         if not changes:
-            advice = "no change of one flag makes a plan fit"
+            advice = "none of the changes that the planner tries makes a plan fit"
         text = "\n  ".join([f"nothing fits: {e}", advice, *changes])
     except ValueError as e:
         parser.error(str(e))

@@ -27,9 +27,9 @@ are the halves of a.
     replicate      {0,2,4,6} {1,3,5,7}        the same p-shard, on all ranks
 
 Ranks are numbered node by node, and the shards of one matrix lie on neighbouring ranks. So they
-fill one node before they use the next one. The example has layout "intra" (intra-tensor): a subgroup splits its p-shard
-evenly. In layout "inter" (inter-tensor), which AMSP uses, the p-shard of each matrix has one owner
-in the subgroup, and the owner updates all of it.
+fill one node before they use the next one. The example has layout "intra" (intra-tensor): a
+subgroup splits its p-shard evenly. In layout "inter" (inter-tensor), which AMSP uses, the p-shard
+of each matrix has one owner in the subgroup, and the owner updates all of it.
 
 Where does a gradient go? Take R = 8 ranks, os = 8, layout intra and two micro-batches. Rank 5 holds
 b, and updates b2, the third quarter of b. A matrix has S elements. There are two legal values of g:

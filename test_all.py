@@ -1965,6 +1965,12 @@ def test_forks_that_would_train_wrong_are_refused(group):
         message = "layer 1 does not take the very tensor that layer 0 returned"
         with raises(ValueError, match=message):
             model(*example(seq=SEQ, vocab=67))
+    # a fork that runs layer 1 again, after layer 2
+    model.layer_runner = lambda *a: (
+        lambda i, x, run=layers.start(*a): run(1, run(i, x)) if i == 2 else run(i, x)
+    )
+    with raises(ValueError, match=message):
+        model(*example(seq=SEQ, vocab=67))
 
     # a product that recomputation leaves out
     with ops.recomputation(model.head):

@@ -549,9 +549,10 @@ def check_schedule_fits(
     decay = decay_length(cfg.decay_steps, steps)
     if cfg.warmup is not None and warmup > steps:
         most = max(0, steps - decay) if checks_decay else steps
+        more_steps = ", or more --steps" if decides_end else ""
         raise ValueError(
             f"--warmup {warmup} is longer than the {steps} steps of the schedule. Choose at most "
-            f"--warmup {most}, or more --steps"
+            f"--warmup {most}{more_steps}"
         )
     if not checks_decay:
         return

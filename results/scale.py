@@ -302,7 +302,7 @@ def longest(model: ModelConfig, hardware: Hardware) -> int:
 
     def too_long(steps: int) -> bool:
         question = Constraints(steps * step, batch=1, sp=hardware.ranks)
-        return not planner.fits(question, model, hardware)
+        return not planner.any_plan_fits(question, model, hardware)
 
     # bisect_left finds the first number of steps that is too long
     first_too_long = bisect.bisect_left(range(2**14), True, lo=1, key=too_long)

@@ -207,6 +207,25 @@ def test_a_head_streams_its_states_from_a_stage_with_few_layers(monkeypatch):
     assert states.bytes()["optimizer"] - on_host <= gpu["resident states"]
 
 
+def test_what_does_not_overlap_is_exposed():
+    """Without a stream in --overlap, its communication is exposed, and nothing else changes.
+
+    Catches messages that count as hidden, and states that stream twice.
+    """
+    plan = replace(SMALL_PLAN, ranks=2, per_node=2, pp=2, pp_chunks=3, batch=8, micro_batch=1)
+    assert plan.micro_batches == 8
+    assert costs.exposed_messages(plan) == 2 * (2 * 3 - 1)
+    assert costs.exposed_messages(replace(plan, overlap=())) == 8 * (2 * 3 - 1)
+    assert costs.exposed_messages(replace(plan, ranks=4, per_node=4, pp=4, overlap=())) == 8 * 6
+
+    est = costs.Estimator(round_machine())
+    streaming = replace(SMALL_PLAN, os_place="host")
+    assert costs.link_busy_seconds(est, streaming) == costs.streaming_seconds(est, streaming) > 0
+    assert costs.link_busy_seconds(est, replace(streaming, overlap=())) == 0
+    bf16 = torch.bfloat16
+    assert costs.update_bytes(bf16, grad_bytes=4) == costs.update_bytes(bf16) + 2 == 30
+
+
 @parametrize(
     "layers, stages, virtual_stages",
     [(32, 2, 1), (32, 2, 3), (32, 4, 3), (9, 2, 2), (7, 3, 1), (5, 2, 2)],

@@ -371,8 +371,8 @@ def test_stop_after_counts_a_step_and_the_save(monkeypatch):
     assert stop.agree_on(signal.SIGUSR1) == "stopped by SIGUSR1"
     now[0] = 3661.2  # 1:01:01
     assert stop.agree_on(time_is_up) == (
-        "--stop-after 100s: 1:01:01 have passed, and the work that comes next, with a save, may take "
-        "0:00:50"
+        "--stop-after 100s: 1:01:01 have passed, and the work that comes next, with a save, may "
+        "take 0:00:50"
     )
 
 

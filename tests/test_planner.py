@@ -1081,7 +1081,8 @@ def test_planner_refuses(flags, message, capsys):
         ),
         (
             "--model 7b --ranks 8 --batch 1 --seq 2M --alpha 1 --resident-layers 8",
-            "a step needs .*, and 498.0 GiB of host memory .*8 of 32 layers resident with .*, alpha=1.00",
+            "a step needs .*, and 498.0 GiB of host memory .*8 of 32 layers resident with 2% of "
+            "their chunks, alpha=1.00",
         ),
     ],
 )

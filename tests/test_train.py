@@ -100,7 +100,7 @@ def test_lines_before_the_first_step(tmp_path, capsys):
     main(f"--steps 1 --batch 4 --micro-batch 2 --save-every -1 --out {tmp_path}")
     text = capsys.readouterr().out.partition("step 1/1")[0]
     for line in (
-        "flags that differ from their defaults: model=tiny seq=32",
+        "flags that differ from their defaults, some of them chosen for auto: model=tiny seq=32",
         "data transformers: 7,979,036 tokens",
         "plan: a step is 1 data-parallel group x 2 micro-batches x 2 sequences; model states are "
         "not sharded; activations: keep all\n",
