@@ -79,8 +79,8 @@ numbers such as the loss (0.1 % of the shortest steps), the embedding's forward,
 If optimizer states stream from the host, three things are counted: the seconds by which streaming
 exceeds the first forward, the seconds of the update itself, and longer waits for copies of
 activations, because both use the link to the host (link_busy_seconds). Left out is that a layer may
-wait for its own update during the first forward. Bytes of CUDA's context, of NCCL and
-of fragments between tensors are not counted either: the planner leaves 5 % of the GPU for them
+wait for its own update during the first forward. Bytes of CUDA's context, of NCCL and of fragments
+between tensors are not counted either: the planner leaves 5 % of the GPU for them
 (planner.GPU_SHARE). A pipeline is timed as if a micro-batch ran through all layers of a stage at
 once. Its activations are counted as if backward reached as many layers of every stage as of the
 last one, which is too many if the first layers are frozen.

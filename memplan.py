@@ -478,7 +478,7 @@ def two_levels(
     without_pass = members.pop("", [])  # the buffers that belong to no pass
 
     plans = {}  # the rows of a pass, in sections -> their plan
-    pass_plans = []  # of each pass
+    pass_plans = []  # the plan of each pass
     for buffers_of_pass in members.values():
         pass_rows = to_sections(rows[buffers_of_pass])
         key = pass_rows.tobytes()

@@ -812,11 +812,11 @@ def legal_choices(c, names, candidates, why_not):
     candidates = list(candidates)
     legal = [values for values in candidates if not why_not(*values)]
     asked = [getattr(c, name) for name in names]
-    agreeing = [
-        dict(zip(names, values))
-        for values in legal
-        if all(wish in (None, value) for wish, value in zip(asked, values))
-    ]
+
+    def agrees(values):
+        return all(wish in (None, value) for wish, value in zip(asked, values))
+
+    agreeing = [dict(zip(names, values)) for values in legal if agrees(values)]
     if agreeing:
         return agreeing
 
@@ -828,20 +828,14 @@ def legal_choices(c, names, candidates, why_not):
     with_ones = [wish or 1 for wish in asked]
     nearest = sorted(sorted(legal, key=lambda values: math.dist(values, with_ones))[:4])
     advice = ", ".join(map(as_flags, nearest)) or "none, unless other flags change, too"
+
+    # Which rule do the flags break? Flags that are not set have the values of the last candidate
+    # that agrees with the others. If none agrees, they have those of the last candidate
+    shown, broken = with_ones, with_ones
     if any(asked):
-        # say which rule they break with the last candidate that agrees with them, or if there is
-        # none, with the last one's values of the other flags
-        alike = [
-            values
-            for values in candidates
-            if all(wish in (None, value) for wish, value in zip(asked, values))
-        ]
-        others = (alike or candidates)[-1]
-        reason = why_not(*(wish or other for wish, other in zip(asked, others)))
-        raise ValueError(f"{as_flags(asked)}: {reason}. Nearest legal choices: {advice}")
-    raise ValueError(
-        f"{as_flags(with_ones)}: {why_not(*with_ones)}. Nearest legal choices: {advice}"
-    )
+        others = ([*filter(agrees, candidates)] or candidates)[-1]
+        shown, broken = asked, [wish or other for wish, other in zip(asked, others)]
+    raise ValueError(f"{as_flags(shown)}: {why_not(*broken)}. Nearest legal choices: {advice}")
 
 
 REASONS["tp"] = "fastest; on a tie the fewest GPUs"
@@ -2444,7 +2438,8 @@ def changes_that_fit(asked, hardware):
         return fits_with(name, value)
 
     # the values of each flag are listed by the size of the change. Find the first one that fits, by
-    # bisection, because all values after it fit as well
+    # bisection, because all values after it fit as well. (With --seq and --batch auto this is not
+    # certain. Then the change may be larger than needed)
     for name, now, values in (
         ("seq", seq, range((seq - 1) // unit * unit, 0, -unit)),
         ("host_memory", node, range(next_gib(node), 16 * node + 2**10 * GIB, GIB)),
@@ -2454,10 +2449,10 @@ def changes_that_fit(asked, hardware):
         first = bisect.bisect_left(values, True, key=functools.partial(fits_with_some_batch, name))
         if first < len(values):
             value = values[first]
-            text = f"{flag_name(name)} {in_size(value)} instead of {in_size(now)}"
+            flags = f"{flag_name(name)} {in_size(value)}"
             if name == "seq" and not fits_with(name, value):
-                text += f", with --batch {batch}"
-            changes[text] = abs(math.log(value / max(1, now)))
+                flags += f" --batch {batch}"
+            changes[f"{flags} instead of {in_size(now)}"] = abs(math.log(value / max(1, now)))
 
     # set one flag back to auto, or take a smaller batch. A smaller batch can save memory, because a
     # step of one micro-batch does not accumulate gradients in float32

@@ -1815,7 +1815,7 @@ class Stop:
         self.limit = math.inf  # seconds since the process started
         self.step_seconds = deque(maxlen=RECENT_STEPS)
         self.save_seconds = 0.0  # an estimate, used until a save has been timed (saver.seconds)
-        self.next_seconds = None  # of the last request
+        self.next_seconds = None  # what the last request expected (see request)
         self.reason = ""  # the request that the ranks have agreed on, as text; "": go on
         if run.cfg.stop_after:
             self.limit = duration(run.cfg.stop_after)

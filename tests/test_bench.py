@@ -438,6 +438,25 @@ def test_bench_float8_peer_that_is_not_installed_is_a_result(group, monkeypatch)
     assert result["products"] == "fp8"  # so its bound is that of products in float8
 
 
+@parametrize(
+    "error, text",
+    [
+        ("CUDA out of memory. Tried to allocate 3.00 GiB.", "out of memory"),
+        ("a step needs at least 131.8 GiB per GPU of 75.2", "does not fit"),
+        ("No module named 'torchao'", "not installed"),
+        ("torchao's filter finds every matrix too small for fp8", "refused"),
+        (None, "out of memory"),  # on another rank
+    ],
+)
+def test_bench_says_why_a_row_has_no_time(error, text):
+    """A row without a time says why.
+
+    Catches "does not fit" for a row that has nothing to do with memory.
+    """
+    row = {"oom": True} | ({"error": error} if error else {})
+    assert bench.took_text(row) == text
+
+
 def test_bench_train_command_has_the_memory_flags(monkeypatch):
     """The command that trains by a row's plan has the memory flags that the plan was made for.
 

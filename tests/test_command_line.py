@@ -328,13 +328,26 @@ def test_refused_on_all_ranks(tmp_path):
 
 
 def test_versions_that_are_too_old_are_refused(monkeypatch):
-    """A torch that is too old is refused, and the error names the version that is needed.
+    """A torch that is too old is refused, and the error names the version that is needed. A
+    pre-release of that version is not refused.
 
-    Catches a run that ends in a missing function.
+    Catches a run that ends in a missing function, and containers that cannot run it.
     """
-    monkeypatch.setattr(torch, "__version__", torch.torch_version.TorchVersion("2.9.1"))
+    version = torch.torch_version.TorchVersion
+    monkeypatch.setattr(torch, "__version__", version("2.9.1"))
     with raises(ValueError, match="torch 2.9.1 is too old: .* at least 2.11"):
         main("")
+    monkeypatch.setattr(torch, "__version__", version("2.11.0a0+abc"))
+    assert train.choose_device(train.Config(device="cpu"), 0).type == "cpu"
+
+
+def test_an_import_is_not_a_random_start():
+    """A run that began with random weights cannot go on from an import, whatever its folder's name.
+
+    Catches --init hf:random, which names a folder, and is taken for --init random.
+    """
+    with raises(ValueError, match="--init hf:random: --init cannot change on resume"):
+        train.resumed_flags({"init": "hf:random"}, {"init": "random"})
 
 
 def test_dry_run(tmp_path, capsys):

@@ -1084,6 +1084,8 @@ def test_planner_refuses(flags, message, capsys):
             "a step needs .*, and 498.0 GiB of host memory .*8 of 32 layers resident with 2% of "
             "their chunks, alpha=1.00",
         ),
+        # the nearest plan has another micro-batch than the shape that seems nearest
+        ("--model 65b --ranks 1", "a step needs at least 369.3 GiB"),
     ],
 )
 def test_planner_says_what_would_fit(flags, reason):
@@ -1099,6 +1101,16 @@ def test_planner_says_what_would_fit(flags, reason):
     assert changes
     for change in changes:
         ask(f"{flags} {change.partition(' instead')[0]} --top 1")
+
+
+def test_planner_advises_the_longest_sequence_that_fits():
+    """If a sequence is too long, the output says how long it may be.
+
+    Catches a length that is too short because --batch auto takes two shorter sequences, whose
+    gradients add up in float32.
+    """
+    flags = "--model 7b --ranks 1 --gpu-memory 60G --host-memory 112G --seq 512K"
+    assert "--seq 301K instead of 512K" in ask(flags, 1)
 
 
 # ---------------------------------------------------------------------------- placement
