@@ -847,6 +847,7 @@ def long_rows(ranks: int) -> list[Row]:
     rows = [
         Row("ours"),
         Row("ours planned memory",          "--memplan on"),
+        Row("ours planned memory and bf16 moments", "--memplan on --moments bf16"),
         Row("ours full recompute",          "--recompute full"),
         Row("ours full swap",               "--alpha 1 --resident-layers 2"),
         Row("ours streams all states",      "--os-place host --resident-states 0"),
@@ -1029,6 +1030,23 @@ def planning_tables(ranks: int, seqs: list[str]) -> dict[str, Table]:
                 Row("planned",                      "--memplan on"),
             ],
             flags=f"--sp {ranks} --batch 1",
+            variants=seqs[1:],
+            takes="rows model seq",
+            look=planned_memory,
+        ),
+        # Memo's choice has the fewest resident layers, 2, as the paper has its two rounding buffers.
+        # The planner chooses the fraction of activations to swap, alpha
+        "memo": Table(
+            "recomputing, swapping, and planned addresses (Memo, table 4)",
+            [
+                Row("full recompute",               "--recompute full", expandable_segments=False),
+                Row("full recompute with planned memory", "--recompute full --memplan on"),
+                Row("full swap with planned memory",
+                    "--alpha 1 --resident-layers 2 --memplan on"),
+                Row("Memo with planned memory",     "--resident-layers 2 --memplan on"),
+                Row("ours"),
+            ],
+            flags="--batch 1",
             variants=seqs[1:],
             takes="rows model seq",
             look=planned_memory,

@@ -349,6 +349,7 @@ TABLE_COLUMNS = {  # table of bench.py -> its columns between "tokens" and "comm
     "overlap": ["micro-batches", "step, s", "tokens/s per GPU", "MFU, causal", "GPU GiB"],
     "trace": ["step, s", "communication, ms", "exposed, ms", "GPU GiB"],
     "idle": ["sequences", "step, s", "idle, ms", "to the host, ms", "from the host, ms"],
+    "memo": [*SPEED, "reserved GiB", "planned GiB", "lower bound", "host GiB"],
     "memplan": [
         *["step, s", "requests", "reserved GiB", "planned GiB", "lower bound", "solved in, s"],
         "hits",
