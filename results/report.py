@@ -41,12 +41,12 @@ import torch
 
 import memplan
 from bench import took_text
-from costs import Plan, nearest_kernel, predict
+from costs import OVERLAP_CHOICES, Plan, nearest_kernel, predict
 from hardware import Profile, find_profile
 from model import MODELS
 from offload import ActivationPlan
 from planner import resident_states_in_words
-from shard import STREAMS, Factors
+from shard import Factors
 from streams import GIB
 
 # ---------------------------------------------------------------------------- rows
@@ -180,7 +180,7 @@ PEER_WORDS = {  # word of a peer's label -> what it says
 
 OUR_WORDS = (  # what a label of ours says -> in words. What the plan says, too, is left out
     (r"^ours,? ?|,? ?ring \d|,? ?nodes=1|,? ?trace$|,? ?M=\d+", ""),
-    (r"^as planned$", ""),
+    (r"^as planned$|^(data|mtp|msp|fsp|pipeline|pipeline as planned|interleaved)$", ""),
     (r"^states on the (host|GPU)$", r"optimizer states kept on the \1 by hand"),
     (r"^(states on the host|updated) in the open$", "the host's update is exposed"),
     (r"nodes=2", "2 nodes, which sockets connect"),
@@ -218,14 +218,22 @@ def what_ran(row: dict) -> str:
 
 
 def plan_texts(row: dict, factors: Factors | None) -> list[str]:
-    """Return what a row's plan says, in words: who shares a sequence, who holds what, and what
-    layers save."""
+    """Return what a row's plan says, in words: who shares a sequence, matrices or layers, who holds
+    what, and what layers save."""
     texts = []
     sp, ring = row.get("sp", 1), row.get("ring", 1)
     if sp > 1:
         rings = {1: "", sp: " in a ring"}.get(ring, f" in rings of {ring}")
         texts.append(f"{sp} GPUs share the sequence{rings}")
-    if factors and num_gpus(row) > 1:
+    tp, stages = row.get("tp", 1), row.get("pp", 1)
+    if tp > 1:
+        texts.append(f"{tp} GPUs share each matrix (mode {row['tp_mode']})")
+    if stages > 1:
+        virtual = row["pp_chunks"]
+        each = f", each of {virtual} virtual stages" if virtual > 1 else ""
+        texts.append(f"a pipeline of {stages} stages{each}")
+    # GPUs that share matrices or layers do not hold all model states, also if nothing is sharded
+    if factors and num_gpus(row) > 1 and (factors != Factors(1, 1, 1) or tp * stages == 1):
         texts.append(factors_text(factors))
     if row.get("recompute") == "full":
         texts.append("every layer is recomputed")
@@ -737,6 +745,10 @@ def plan_of(row: dict) -> Plan:
         "seq",
         "sp",
         "ring",
+        "tp",
+        "tp_mode",
+        "pp",
+        "pp_chunks",
         "batch",
         "micro_batch",
         "head_groups",
@@ -758,7 +770,7 @@ def plan_of(row: dict) -> Plan:
         torch.bfloat16,
         row["gpus"],
         row["gpus"] // nodes,
-        overlap=tuple(x for x in STREAMS if x != "host_update" or update_overlaps),
+        overlap=tuple(x for x in OVERLAP_CHOICES if x != "host_update" or update_overlaps),
         recompute="none" if row["recompute"] == "none" else "auto",
         factors=Factors(row["p"], row["g"], row["os"]),
         activations=ActivationPlan(**activations) if activations else activations,

@@ -200,7 +200,7 @@ def test_a_line_that_is_no_row_is_named(results, line, message):
         ("<!-- rows long -->\n| a |\n", "has no line <!-- end -->"),
         ("<!-- rows long -->\n<!-- speed -->\n<!-- end -->\n", "has no line <!-- end -->"),
         ("<!-- rows lnog -->\n<!-- end -->\n", "rows lnog: TABLE_COLUMNS names no columns for it"),
-        ("<!-- rows parallel -->\n<!-- end -->\n", "no results file has such a row"),
+        ("<!-- rows machine -->\n<!-- end -->\n", "no results file has such a row"),
         ("<!-- rows long flash -->\n<!-- end -->\n", "no results file has such a row"),
         ("<!-- scale nothing -->\n<!-- end -->\n", "scale nothing: scale.json has only"),
         ("<!-- answer why -->\n<!-- end -->\n", "answer why: there are only speed"),
