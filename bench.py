@@ -815,22 +815,13 @@ def profiled_waits(bench: Bench, step: Step) -> dict:
 
 
 def planned_memory(bench: Bench, step: Step) -> dict:
-    """Return what a row reports of a step with planned memory; {} for any other step. Also write
-    the sizes, lifetimes and addresses of the step's tensors as a CSV file."""
+    """Return what a row reports of a step with planned memory; {} for any other step."""
     memory = step.memory
     counts = memory and memory.counts
     if not counts:
         return {}
     plan = memory.plan
     requests = counts["hits"] + counts["unmatched"] + counts["occupied"]
-    if bench.rank == 0:
-        name = f"memplan-{step.run.plan.seq // 1024}k.csv"
-        write_plan(
-            str(bench.file.with_name(name)),
-            range(len(memory.buffers)),
-            memory.buffers,
-            plan.offsets,
-        )
     return {
         "requests": len(memory.buffers),
         "planned_peak_gib": plan.peak / GIB,
@@ -839,6 +830,17 @@ def planned_memory(bench: Bench, step: Step) -> dict:
         "method": plan.method,
         "hit_requests": counts["hits"] / requests,
     }
+
+
+def written_plan(bench: Bench, step: Step) -> dict:
+    """Return what planned_memory returns, and write the sizes, lifetimes and addresses of the
+    step's tensors as a CSV file."""
+    fields = planned_memory(bench, step)
+    if fields and bench.rank == 0:
+        buffers, offsets = step.memory.buffers, step.memory.plan.offsets
+        name = f"memplan-{step.run.plan.seq // 1024}k.csv"
+        write_plan(str(bench.file.with_name(name)), range(len(buffers)), buffers, offsets)
+    return fields
 
 
 def long_rows(ranks: int) -> list[Row]:
@@ -1006,8 +1008,8 @@ def parallelism_tables(
                 Row("mtp",                          "--tp 2 --tp-mode mtp"),
                 Row("msp",                          "--tp 2 --tp-mode msp"),
                 Row("fsp",                          "--tp 2 --tp-mode fsp"),
-                Row("pipeline",                     "--pp 2 --pp-chunks 1"),
-                Row("pipeline as planned",          "--pp 2"),
+                Row("plain pipeline",               "--pp 2 --pp-chunks 1"),
+                Row("pipeline",                     "--pp 2"),
                 Row("interleaved",                  "--pp 2 --pp-chunks 2"),
             ],
             flags=f"{data_parallel} {batches[3]}",
@@ -1033,10 +1035,11 @@ def planning_tables(ranks: int, seqs: list[str]) -> dict[str, Table]:
             flags=f"--sp {ranks} --batch 1",
             variants=seqs[1:],
             takes="rows model seq",
-            look=planned_memory,
+            look=written_plan,
         ),
-        # Memo's choice has the fewest resident layers, 2, as the paper has its two rounding buffers.
-        # The planner chooses the fraction of activations to swap, alpha
+        # In row Memo, two layers stay on the GPU, as in the paper, whose two rounding buffers hold
+        # two layers. The planner chooses alpha, the fraction of activations to swap. Only the first
+        # row runs without expandable segments
         "memo": Table(
             "recomputing, swapping, and planned addresses (Memo, table 4)",
             [

@@ -180,7 +180,7 @@ PEER_WORDS = {  # word of a peer's label -> what it says
 
 OUR_WORDS = (  # what a label of ours says -> in words. What the plan says, too, is left out
     (r"^ours,? ?|,? ?ring \d|,? ?nodes=1|,? ?trace$|,? ?M=\d+", ""),
-    (r"^as planned$|^(data|mtp|msp|fsp|pipeline|pipeline as planned|interleaved)$", ""),
+    (r"^as planned$|^(data|mtp|msp|fsp|plain pipeline|pipeline|interleaved)$", ""),
     (r"^states on the (host|GPU)$", r"optimizer states kept on the \1 by hand"),
     (r"^(states on the host|updated) in the open$", "the host's update is exposed"),
     (r"nodes=2", "2 nodes, which sockets connect"),
@@ -232,7 +232,7 @@ def plan_texts(row: dict, factors: Factors | None) -> list[str]:
         virtual = row["pp_chunks"]
         each = f", each of {virtual} virtual stages" if virtual > 1 else ""
         texts.append(f"a pipeline of {stages} stages{each}")
-    # GPUs that share matrices or layers do not hold all model states, also if nothing is sharded
+    # GPUs that share matrices or layers do not hold all model states, even if nothing is sharded
     if factors and num_gpus(row) > 1 and (factors != Factors(1, 1, 1) or tp * stages == 1):
         texts.append(factors_text(factors))
     if row.get("recompute") == "full":
@@ -275,7 +275,8 @@ def activations_text(plan: ActivationPlan) -> str:
     if plan.resident == plan.layers:
         text = "all layers stay on the GPU"
     if kept == 0:
-        text += " with x and o only"
+        recomputes_o = plan.layers_recomputing_attention == plan.layers
+        text += " with x only" if recomputes_o else " with x and o only"
     elif kept < 1:
         text += f" with {kept:.0%} of their chunks"
     if plan.stride > 1:
@@ -803,12 +804,13 @@ def predicted_rows() -> tuple[dict, ...]:
     rows = []
     for row in read_rows():
         plan_is_known = row.get("predicted_s") and row["step_s"]
+        if not plan_is_known or may_be_too_short(row):
+            continue
+        plan = plan_of(row)
         # a CUDA graph needs no launches of kernels, which predictions count
-        is_graph = "planned memory" in row["label"]
-        if is_graph or not plan_is_known or may_be_too_short(row):
+        if "planned memory" in row["label"] and plan.on_one_stream:
             continue
 
-        plan = plan_of(row)
         profile = find_profile(row["hardware"], plan.per_node)
         kernel = row.get("kernel") or "auto"  # older rows lack it: they ran the best one
         # older rows do not say their host's processor: the profile's first one counts
