@@ -60,7 +60,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from importlib import metadata
 from pathlib import Path
-from typing import NamedTuple
+from typing import BinaryIO, NamedTuple
 
 import numpy as np
 
@@ -476,22 +476,26 @@ def format_of(path: Path) -> tuple[str, bool]:
     """Return the format of a file that is not plain text, such as "gzip-compressed", and whether
     prepare.py reads it. ("", False) means that no format is recognised.
 
-    Whatever its ending, a file is JSON Lines if its first two lines that are not blank are JSON
-    objects. Raises OSError.
+    Whatever its ending, a file may be JSON Lines (is_json_lines). Raises OSError.
     """
     with open(path, "rb") as handle:
         head = handle.read(16)
         if kind := kind_of(head):
             return FORMATS[kind].words, FORMATS[kind].prepared
-        if head.lstrip().startswith(b"{"):
-            handle.seek(0)
-            # A record may be very long, so a line is read only up to a limit
-            lines = iter(lambda: handle.readline(SCAN_TOKENS), b"")
-            records = filter(bytes.strip, lines)  # leaves out blank lines
-            if is_json_object(next(records, b"")) and is_json_object(next(records, b"")):
-                return "JSON Lines", True
+        handle.seek(0)
+        if is_json_lines(handle):
+            return "JSON Lines", True
     ending = path.suffix.lower()
     return RECORD_ENDINGS.get(ending, ""), ending in RECORD_ENDINGS
+
+
+def is_json_lines(file: BinaryIO) -> bool:
+    """Return whether a file is JSON Lines: whether its first two lines that are not blank are JSON
+    objects. It is read from its position on."""
+    # a record may be very long, so a line is read only up to a limit
+    lines = iter(lambda: file.readline(SCAN_TOKENS), b"")
+    records = filter(bytes.strip, lines)  # leaves out blank lines
+    return is_json_object(next(records, b"")) and is_json_object(next(records, b""))
 
 
 def is_json_object(line: bytes) -> bool:
@@ -675,6 +679,11 @@ def read_sidecar(path: Path) -> dict:
                 raise ValueError(f"{name} {value!r} is no number from {least} to 2^32 - 1")
         if not isinstance(fields.get("mask", ""), str):
             raise ValueError("mask is no name of a file")
+        known = {"token_bytes", "document_token", "ignore", "vocab", "mask"}
+        if unknown := sorted(
+            fields.keys() - known
+        ):  # ignored, a misspelt field would change labels
+            raise ValueError(f"there is no field {', '.join(unknown)}")
         return fields
     except FileNotFoundError:
         return {}
@@ -1059,27 +1068,40 @@ class Sequences:
         return self.window(self.order(epoch)[position])
 
 
+def longest_seq(corpus: Corpus, val: Corpus | None) -> int:
+    """Return the longest --seq for which there is a window for training and one for validation."""
+    if val is None:
+        return max(0, (len(corpus) - 1) // 2)
+    return max(0, min(len(corpus), len(val)) - 1)
+
+
+def check_lengths(
+    sources: list[Source], opened: list[tuple[Corpus, Corpus | None]], seq: int
+) -> None:
+    """Raise ValueError if a source has too little data for --seq. The message names the shortest
+    source, and says the longest --seq that fits all of them. opened: the corpora of each source."""
+    longest, (corpus, val), source = min(
+        ((longest_seq(*pair), pair, source) for pair, source in zip(opened, sources)),
+        key=lambda found: found[0],
+    )
+    if seq > longest:
+        name = "the data" if len(sources) == 1 else source.path
+        and_val_tokens = "" if val is None else f", its val.bin {len(val)}"
+        raise ValueError(
+            f"--seq {seq}: {name} has {len(corpus)} tokens{and_val_tokens}, too few for training "
+            f"and validation; the longest that fits is --seq {longest}"
+        )
+
+
 def split(
     corpus: Corpus, val: Corpus | None, seq: int, seed: int, ahead: int = 1
 ) -> tuple[Sequences, Sequences]:
     """Return training and validation sequences.
 
     The validation sequences come from `val`. If it is None, they are the last twentieth of the
-    corpus's windows, rounded down, but at least one window. Raises ValueError if there is too
-    little data for --seq. The message says the longest --seq that fits.
+    corpus's windows, rounded down, but at least one window. check_lengths must allow --seq.
     """
-    if val is None:
-        longest = (len(corpus) - 1) // 2  # one window for training, one for validation
-        and_val_tokens = ""
-    else:
-        longest = min(len(corpus), len(val)) - 1
-        and_val_tokens = f", its val.bin {len(val)}"
-    if seq > longest:
-        raise ValueError(
-            f"--seq {seq}: the data has {len(corpus)} tokens{and_val_tokens}, too few for training "
-            f"and validation; the longest that fits is --seq {max(0, longest)}"
-        )
-
+    assert seq <= longest_seq(corpus, val)
     windows = (len(corpus) - 1) // seq
     if val is None:
         val_windows = max(1, windows // 20)

@@ -114,6 +114,7 @@ REQUIRED_VALUES = {
     "mlp_bias": False,
     "quantization_config": None,
     "is_heterogeneous": False,
+    "is_causal": True,  # False: transformers lets a token attend to later ones
     "transformers_weights": None,  # a value would be the name of another file of weights
 }
 
@@ -609,6 +610,8 @@ def export_config(cfg: ModelConfig, source: dict, dtype: torch.dtype):
     }
     settings.pop("auto_map", None)  # it names Python files of the import, which are not exported
     settings.pop("original_max_position_embeddings", None)  # it is in rope_parameters
+    if not source:  # otherwise AutoConfig would fill in the ids of its family's own tokenizer
+        settings |= {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
 
     families = [source["model_type"]] if source else FAMILIES
     lost_fields = {}  # family -> our fields that its config.json has no key for

@@ -102,7 +102,9 @@ import numpy as np
 
 from data import (
     FORMATS,
+    describe,
     find_files,
+    is_json_lines,
     kind_of,
     own_file,
     own_or_absent,
@@ -249,6 +251,9 @@ def identify(path: str) -> Source:
             head = stream.read(HEAD_BYTES)
 
     kind = content_kind(path, head, ending)
+    if kind == "text":  # the rule of train.py, which refuses such a file and names prepare.py
+        with decompressed(source) as (stream, _):
+            kind = "lines" if is_json_lines(stream) else kind
     if compression and kind in ("parquet", "arrow"):
         raise ValueError(f"{path}: a compressed {kind} file cannot be read. Decompress it first")
     source = replace(source, kind=kind)
@@ -305,13 +310,21 @@ def content_kind(path: str, head: bytes, ending: str) -> str:
     return kind or "text"
 
 
-class ZstdFrames(io.RawIOBase):
-    """Reads a zstd file of one or several frames with the library zstandard. The library's own
-    reader reports no error if the file ends within a frame."""
+class Frames(io.RawIOBase):
+    """Reads a compressed file of one or several frames, one behind the other (bz2 and xz call them
+    streams). Raises an error if a frame is damaged or cut short.
 
-    def __init__(self, file: BinaryIO, library):
+    The readers of the libraries are not as strict. Those of bz2 and xz leave out the rest of a file
+    without an error if a later stream is damaged, and that of zstandard if the file ends within a
+    frame.
+    """
+
+    def __init__(self, file: BinaryIO, new_frame: Callable, padding: bytes = b""):
+        """new_frame: a function that returns the decompressor of a new frame. padding: a byte that
+        may occur between frames, any number of times."""
         self.file = file
-        self.decompressor = library.ZstdDecompressor(max_window_size=2**31)
+        self.new_frame = new_frame
+        self.padding = padding
         self.frame = None  # the state of an unfinished frame
         self.input = b""  # compressed bytes of the next frame
         self.output = memoryview(b"")  # decompressed bytes that nobody has read yet
@@ -322,11 +335,16 @@ class ZstdFrames(io.RawIOBase):
     def readinto(self, buffer) -> int:
         while not self.output:
             compressed = self.input or self.file.read(2**14)
+            self.input = b""
             if not compressed:
                 if self.frame:
-                    raise EOFError("it ends within a zstd frame")
+                    raise EOFError("it ends within a frame")
                 return 0
-            self.frame = self.frame or self.decompressor.decompressobj()
+            if self.padding and not self.frame:
+                compressed = compressed.lstrip(self.padding)
+                if not compressed:
+                    continue
+            self.frame = self.frame or self.new_frame()
             self.output = memoryview(self.frame.decompress(compressed))
             self.input = self.frame.unused_data if self.frame.eof else b""
             if self.frame.eof:
@@ -349,15 +367,16 @@ def open_zstd(file: BinaryIO) -> BinaryIO:
             raise ValueError(
                 f"{file.name}: reading zstd needs the library zstandard: {PIP}"
             ) from None
-        return io.BufferedReader(ZstdFrames(file, zstandard), 2**17)
+        decompressor = zstandard.ZstdDecompressor(max_window_size=2**31)
+        return io.BufferedReader(Frames(file, decompressor.decompressobj), 2**17)
     return zstd.ZstdFile(file)
 
 
 DECOMPRESSORS: dict[str, Callable[[BinaryIO], BinaryIO]] = {
     "": lambda file: file,
     "gzip": lambda file: gzip.GzipFile(fileobj=file),
-    "bz2": bz2.BZ2File,
-    "xz": lzma.LZMAFile,
+    "bz2": lambda file: io.BufferedReader(Frames(file, bz2.BZ2Decompressor), 2**17),
+    "xz": lambda file: io.BufferedReader(Frames(file, lzma.LZMADecompressor, b"\0"), 2**17),
     "zstd": open_zstd,
 }
 
@@ -1176,10 +1195,25 @@ class Conversations:
             if isinstance(value, str):
                 return self.special.sub(lambda match: match[0][0] + breaker + match[0][1:], value)
             if isinstance(value, list):
-                return [change(item) for item in value]
+                return [change(item) for item in break_joints(value)]
             if isinstance(value, dict):
-                return {key: change(item) for key, item in value.items()}
+                return {change(key): change(item) for key, item in value.items()}
             return value
+
+        def break_joints(items: list) -> list:
+            """A template may join the texts of a message's parts. Put a breaker before each part if
+            they spell a special token only together."""
+            parts = [item for item in items if isinstance(item, dict)]
+            texts = [part["text"] for part in parts if isinstance(part.get("text"), str)]
+            together = len(self.special.findall("".join(texts)))
+            if together <= sum(len(self.special.findall(text)) for text in texts):
+                return items
+            return [
+                item | {"text": breaker + item["text"]}
+                if isinstance(item, dict) and isinstance(item.get("text"), str)
+                else item
+                for item in items
+            ]
 
         changed = change(messages), change(tools)
         if changed == (messages, tools):
@@ -1701,6 +1735,20 @@ def make_settings(
     )
 
 
+def check_same_vocab(files: list[Path], folder: str) -> None:
+    """Raise ValueError if a .bin file says that its tokenizer has another number of ids than the
+    tokenizer in `folder`. Otherwise a run would decode and export with the wrong tokenizer."""
+    for file in map(describe, files):
+        if not file.vocab:  # the file does not say it
+            continue
+        ids = max(load_tokenizer(Path(folder)).get_vocab().values(), default=-1) + 1
+        if file.vocab != ids:
+            raise ValueError(
+                f"--tokenizer {folder}: it has {ids} ids, but the tokenizer that wrote {file.path} "
+                f"has {file.vocab}. Pass that one, or drop --tokenizer"
+            )
+
+
 def tokenise_data(
     data: str,
     folder: str,
@@ -1713,7 +1761,8 @@ def tokenise_data(
     """Tokenise plain text for train.py --tokenizer, into one .bin file in the folder `cache`.
 
     Returns the path of the .bin file, and the id that ends each document (-1: none). If `data` has
-    .bin files already, returns `data` itself and -1.
+    .bin files already, returns `data` itself and -1; if they say how many ids their tokenizer has,
+    this tokenizer must have as many.
 
     data             one source of train.py's --data: a file, a folder, or built-in data
     folder           the tokenizer's folder
@@ -1730,7 +1779,8 @@ def tokenise_data(
     Raises ValueError or OSError.
     """
     files, val = find_files(data, leave_out)
-    if any(file.suffix == ".bin" for file in files + val):
+    if binaries := [file for file in files + val if file.suffix == ".bin"]:
+        check_same_vocab(binaries, folder)
         return data, -1
     for file in files:
         refuse_format(file)  # a file is a document here; other formats need prepare.py's flags

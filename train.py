@@ -108,6 +108,7 @@ from data import (
     block_shares,
     built_in_notes,
     check_apart,
+    check_lengths,
     check_same_ids,
     check_tokens,
     choose_document_token,
@@ -825,6 +826,7 @@ def open_data(cfg: Config, model: ModelConfig) -> tuple[Config, Mixture, Mixture
         corpora = all_corpora(opened)
         with_documents = document_token >= 0
         check_tokens(corpora, model.vocab, dist.get_rank(), dist.get_world_size(), with_documents)
+        check_lengths(sources, opened, cfg.seq)
         ahead = LLaMA.class_of(model).labels_ahead
         pairs = [
             split(corpus, val_corpus, cfg.seq, cfg.seed, ahead) for corpus, val_corpus in opened

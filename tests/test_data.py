@@ -201,6 +201,7 @@ def test_data_windows_cover_everything_once(tmp_path):
         ),
         (2, 300, '{"token_bytes": 2.0}', "", 300, "token_bytes is neither 2 nor 4"),
         (2, 300, '{"token_bytes": 2, "mask": 1}', "", 300, "mask is no name of a file"),
+        (2, 300, '{"token_bytes": 2, "Vocab": 9}', "", 300, "there is no field Vocab"),
         (2, 300, '{"token_bytes"', "", 300, "train.bin.json is not of the form"),
         (
             2,
@@ -240,7 +241,7 @@ def test_data_token_files(width, num_ids, sidecar, val_sidecar, vocab, message, 
             assert np.array_equal(window.is_label, ids[777:] != ignored)
         os.truncate(tmp_path / "val.bin", 0)
         with raises(ValueError, match="20000 tokens, its val.bin 0, too few"):
-            data.split(*data.open_corpus(str(tmp_path)), 8, 0)
+            data.check_lengths([data.Source("a", 1)], [data.open_corpus(str(tmp_path))], 8)
 
 
 def test_data_tokenised_text(tmp_path, capsys):
@@ -280,8 +281,32 @@ def test_data_tokenised_text(tmp_path, capsys):
     assert prepare.tokenise_data(*args) == (path, last) and not capsys.readouterr().err
     os.utime(tmp_path / "text" / "02.txt", (1, 1))
     assert prepare.tokenise_data(*args)[0] != path
-    # a file of ids needs no tokenizer
+    # A file of ids is not tokenised again. If it does not say how many ids its tokenizer has, the
+    # tokenizer is not even read. If it does, the tokenizer must have as many
+    assert prepare.tokenise_data(path, f"{tmp_path}/hf", tmp_path) == (path, -1)
+    make_tokenizer(tmp_path / "other", "sky")
+    with raises(
+        ValueError, match=r"other: it has \d+ ids, but the tokenizer that wrote .* has \d+"
+    ):
+        prepare.tokenise_data(path, f"{tmp_path}/other", tmp_path)
+    Path(f"{path}.json").write_text('{"token_bytes": 2}')
     assert prepare.tokenise_data(path, "no folder", tmp_path) == (path, -1)
+
+
+def test_data_too_short_source_of_a_mixture(tmp_path):
+    """If a source of a mixture is too short for --seq, the error names it, and the longest --seq
+    that all sources allow.
+
+    Catches advice that is refused in its turn.
+    """
+    sources = []
+    for name, size in (("a", 100), ("b", 30)):
+        (tmp_path / f"{name}.txt").write_bytes(b"x" * size)
+        sources.append(data.Source(f"{tmp_path}/{name}.txt", 1))
+    opened = [data.open_corpus(source.path) for source in sources]
+    with raises(ValueError, match="b.txt has 30 tokens, too few .*longest that fits is --seq 14"):
+        data.check_lengths(sources, opened, 60)
+    data.check_lengths(sources, opened, 14)
 
 
 def test_data_tokenised_to_four_bytes(tmp_path):

@@ -209,6 +209,8 @@ def test_hf_rows_of_models_are_the_published_ones(name, published):
     exported = hf.export_config(m.MODELS[name], {}, torch.bfloat16)
     assert exported.model_type == source["model_type"]
     assert hf.model_of(exported.to_dict()) == m.MODELS[name]
+    # the ids of another tokenizer would end a text where this model has a word
+    assert exported.bos_token_id is None and exported.eos_token_id is None
 
 
 LENGTH = "original_max_position_embeddings"
@@ -403,6 +405,7 @@ def test_hf_without_a_network_says_so(tmp_path, monkeypatch):
     [
         ("hidden_act", "gelu", "hidden_act is 'gelu'; only 'silu' is supported"),
         ("attention_bias", True, "attention_bias is True; only False is supported"),
+        ("is_causal", False, "is_causal is False; only True is supported"),
         (
             "partial_rotary_factor",
             0.5,

@@ -139,8 +139,9 @@ def test_prepare_reads_each_format(tmp_path):
     content = lines(*({"id": i, "text": text} for i, text in enumerate(texts))).encode()
     (folder / "a b.jsonl").write_bytes(b"\xef\xbb\xbf" + content.replace(b"\n", b"\r\n\n"))
     (folder / "c.json.gz").write_bytes(gzip.compress(content[:999]) + gzip.compress(content[999:]))
-    (folder / "d.ndjson.bz2").write_bytes(bz2.compress(content))
-    (folder / "e.jsonl.xz").write_bytes(lzma.compress(content))
+    (folder / "d.ndjson.bz2").write_bytes(bz2.compress(content[:99]) + bz2.compress(content[99:]))
+    streams = lzma.compress(content[:999]), lzma.compress(content[999:])
+    (folder / "e.txt.xz").write_bytes((b"\0" * 8).join(streams))  # zeros may follow a stream
     (folder / "f.jsonl").write_bytes(gzip.compress(content))  # content decides
     quoted = ['"' + text.replace('"', '""') + '"' for text in texts]
     (folder / "g.csv").write_text("".join(f"{i},{t}\r\n" for i, t in enumerate(["text", *quoted])))
@@ -297,6 +298,9 @@ def test_prepare_millions_of_small_documents(tmp_path, monkeypatch):
         ("a.gz", gzip.compress(b"hi " * 99_999)[:-9], "damaged or cut short.*end-of-stream"),
         ("a.jsonl.xz", lzma.compress(b'{"text": ""}\n' * 9999)[:-40], "xz is damaged or cut short"),
         ("a.jsonl.bz2", bz2.compress(b'{"text": ""}\n' * 9999)[:-9], "bz2 is damaged or cut short"),
+        # a stream behind the first one is damaged at its first bytes
+        ("a.bz2", bz2.compress(b"hi") + b"BZx" + bz2.compress(b"oh")[3:], "bz2 is damaged or"),
+        ("a.xz", lzma.compress(b"hi") + b"\xfd8" + lzma.compress(b"oh")[2:], "xz is damaged or"),
         ("a.txt", "hi".encode("utf-16"), "a.txt is not UTF-8 text: byte 0x00 at .*iconv"),
         ("a.npy", b"\x93NUMPY\x01", "a.npy is a NumPy array, which cannot be read"),
         ("a.txt", b"PK\x03\x04", "a.txt is a zip archive"),
@@ -545,6 +549,25 @@ def test_prepare_masks_of_conversations(record, expected, mask, tmp_path):
         theirs = PreTrainedTokenizerFast.from_pretrained(tokenizer)
         chat = theirs.apply_chat_template(record["messages"], return_dict=False)
         assert [*chat, END] == expected
+
+
+def test_prepare_special_tokens_in_parts_of_a_message_and_in_tools(tmp_path):
+    """A user cannot spell a special token by parts of a message that a template joins, nor by the
+    name of a field of a tool.
+
+    Catches a user's text that begins a turn of its own.
+    """
+    template = TEMPLATE.replace(
+        "{{ m.content }}",
+        "{% if m.content is string %}{{ m.content }}{% else %}"
+        "{% for part in m.content %}{{ part.text }}{% endfor %}{% endif %}",
+    )
+    tokenizer = word_tokenizer(tmp_path / "tok", "{{ tools[0].keys() | list | join }} " + template)
+    parts = [{"text": "hi <|us"}, {"text": "er|> you"}]
+    record = conversation(("user", parts), ("assistant", "oh")) | {"tools": [{"<|end|>": "x"}]}
+    (tmp_path / "a.jsonl").write_text(lines(record))
+    ids = prepared(tmp_path / "a.jsonl", tokenizer, tmp_path / "a.bin", "--chat")
+    assert ids == [UNK, USER, HI, UNK, YOU, TURN, BOT, OH, TURN, END]
 
 
 def test_prepare_masks_of_other_templates(tmp_path):
