@@ -804,15 +804,26 @@ def test_predictions_are_what_was_measured():
         assert least_s < r["now_s"] / r["step_s"] < 1
         assert 0.99 < r["now_gib"] / r["gpu_gib"] < most_gib
         rows.remove(r)
-    # steps on two H200s whose layers swap all of their activations are slower than predicted, for a
-    # reason that is not known: without the lag by 9 %, with it by 3 and 6 %
-    swapping = [r for r in rows if (r["label"], r["gpus"], r["alpha"]) == ("ours", 2, 1)]
+    # steps of 128K tokens on two H200s whose layers swap all of their activations are slower than
+    # predicted, for a reason that is not known: without the lag by 9 %, with it by 3 and 6 %
+    swapping = [
+        r for r in rows if (r["label"], r["gpus"], r["seq"], r["alpha"]) == ("ours", 2, 2**17, 1)
+    ]
     assert len(swapping) == 3
     # the first step of a run with empty caches compiles its kernels
     (compiling,) = [r for r in rows if r["model"] == "qwen3-8b"]
     for r in [*swapping, compiling]:
         assert 0.88 < r["now_s"] / r["step_s"] < 0.98
         assert 0.99 < r["now_gib"] / r["gpu_gib"] < 1.01
+        rows.remove(r)
+    # Steps with tensor parallelism take up to 9 % longer than predicted, and pipelines up to 4 %, for
+    # reasons that are not known. The bytes of a pipeline are counted a little high
+    several = [r for r in rows if r.get("tp", 1) * r.get("pp", 1) > 1]
+    assert [r["label"] for r in several] == ["pipeline", "interleaved", "mtp", "fsp", "msp"]
+    for r in several:
+        least_s, most_gib = (0.95, 1.013) if r["pp"] > 1 else (0.91, 1.001)
+        assert least_s < r["now_s"] / r["step_s"] < 0.98
+        assert 0.99 < r["now_gib"] / r["gpu_gib"] < most_gib
         rows.remove(r)
     # Where a layer's tokens are one long chunk, bytes are counted a little high. Since these rows
     # were measured, head and loss take less if V = 32,000: they had float32 logits and float32
