@@ -491,7 +491,7 @@ def format_of(path: Path) -> tuple[str, bool]:
 
 def is_json_lines(file: BinaryIO) -> bool:
     """Return whether a file is JSON Lines: whether its first two lines that are not blank are JSON
-    objects. It is read from its position on."""
+    objects. The file is read from its current position on."""
     # a record may be very long, so a line is read only up to a limit
     lines = iter(lambda: file.readline(SCAN_TOKENS), b"")
     records = filter(bytes.strip, lines)  # leaves out blank lines
@@ -679,11 +679,10 @@ def read_sidecar(path: Path) -> dict:
                 raise ValueError(f"{name} {value!r} is no number from {least} to 2^32 - 1")
         if not isinstance(fields.get("mask", ""), str):
             raise ValueError("mask is no name of a file")
-        known = {"token_bytes", "document_token", "ignore", "vocab", "mask"}
-        if unknown := sorted(
-            fields.keys() - known
-        ):  # ignored, a misspelt field would change labels
-            raise ValueError(f"there is no field {', '.join(unknown)}")
+        # if a misspelt field were ignored, a run could learn from other labels
+        unknown = fields.keys() - {"token_bytes", "document_token", "ignore", "vocab", "mask"}
+        if unknown:
+            raise ValueError(f"there is no field {', '.join(sorted(unknown))}")
         return fields
     except FileNotFoundError:
         return {}
@@ -1080,12 +1079,12 @@ def check_lengths(
 ) -> None:
     """Raise ValueError if a source has too little data for --seq. The message names the shortest
     source, and says the longest --seq that fits all of them. opened: the corpora of each source."""
-    longest, (corpus, val), source = min(
-        ((longest_seq(*pair), pair, source) for pair, source in zip(opened, sources)),
-        key=lambda found: found[0],
-    )
+    lengths = [longest_seq(corpus, val) for corpus, val in opened]
+    longest = min(lengths)
     if seq > longest:
-        name = "the data" if len(sources) == 1 else source.path
+        shortest = lengths.index(longest)
+        corpus, val = opened[shortest]
+        name = "the data" if len(sources) == 1 else sources[shortest].path
         and_val_tokens = "" if val is None else f", its val.bin {len(val)}"
         raise ValueError(
             f"--seq {seq}: {name} has {len(corpus)} tokens{and_val_tokens}, too few for training "

@@ -829,8 +829,9 @@ def legal_choices(c, names, candidates, why_not):
     nearest = sorted(sorted(legal, key=lambda values: math.dist(values, with_ones))[:4])
     advice = ", ".join(map(as_flags, nearest)) or "none, unless other flags change, too"
 
-    # Which rule do the flags break? Flags that are not set have the values of the last candidate
-    # that agrees with the others. If none agrees, they have those of the last candidate
+    # Which rule do the flags break? To answer this, flags that are not set need values, too. They
+    # get those of the last candidate that agrees with the flags that are set. If no candidate
+    # agrees, they get those of the last candidate of all
     shown, broken = with_ones, with_ones
     if any(asked):
         others = ([*filter(agrees, candidates)] or candidates)[-1]

@@ -251,9 +251,10 @@ def identify(path: str) -> Source:
             head = stream.read(HEAD_BYTES)
 
     kind = content_kind(path, head, ending)
-    if kind == "text":  # the rule of train.py, which refuses such a file and names prepare.py
+    # train.py refuses JSON Lines, whatever the file's ending, and says that prepare.py reads them
+    if kind == "text" and head.lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"{"):
         with decompressed(source) as (stream, _):
-            kind = "lines" if is_json_lines(stream) else kind
+            kind = "lines" if is_json_lines(stream) else "text"
     if compression and kind in ("parquet", "arrow"):
         raise ValueError(f"{path}: a compressed {kind} file cannot be read. Decompress it first")
     source = replace(source, kind=kind)
@@ -314,9 +315,9 @@ class Frames(io.RawIOBase):
     """Reads a compressed file of one or several frames, one behind the other (bz2 and xz call them
     streams). Raises an error if a frame is damaged or cut short.
 
-    The readers of the libraries are not as strict. Those of bz2 and xz leave out the rest of a file
-    without an error if a later stream is damaged, and that of zstandard if the file ends within a
-    frame.
+    The readers of the libraries raise no error in some of these cases. If a stream behind the first
+    one is damaged, those of bz2 and xz leave out the rest of the file. If the file ends within a
+    frame, the reader of zstandard returns what it has read so far.
     """
 
     def __init__(self, file: BinaryIO, new_frame: Callable, padding: bytes = b""):
@@ -1203,16 +1204,16 @@ class Conversations:
         def break_joints(items: list) -> list:
             """A template may join the texts of a message's parts. Put a breaker before each part if
             they spell a special token only together."""
-            parts = [item for item in items if isinstance(item, dict)]
-            texts = [part["text"] for part in parts if isinstance(part.get("text"), str)]
+
+            def is_text(item):
+                return isinstance(item, dict) and isinstance(item.get("text"), str)
+
+            texts = [item["text"] for item in items if is_text(item)]
             together = len(self.special.findall("".join(texts)))
             if together <= sum(len(self.special.findall(text)) for text in texts):
                 return items
             return [
-                item | {"text": breaker + item["text"]}
-                if isinstance(item, dict) and isinstance(item.get("text"), str)
-                else item
-                for item in items
+                item | {"text": breaker + item["text"]} if is_text(item) else item for item in items
             ]
 
         changed = change(messages), change(tools)
@@ -1693,7 +1694,7 @@ def make_settings(
             "fetches one"
         )
     tokenizer = load_tokenizer(folder)
-    vocab = max(tokenizer.get_vocab().values(), default=-1) + 1
+    vocab = vocab_of(tokenizer)
     end = find_end_token(tokenizer, folder) if document_token is None else document_token
     if end is None:
         raise no_end_token(folder)
@@ -1735,17 +1736,22 @@ def make_settings(
     )
 
 
+def vocab_of(tokenizer) -> int:
+    """Return the number of ids that a model needs for this tokenizer: its largest id, plus 1."""
+    return max(tokenizer.get_vocab().values(), default=-1) + 1
+
+
 def check_same_vocab(files: list[Path], folder: str) -> None:
     """Raise ValueError if a .bin file says that its tokenizer has another number of ids than the
     tokenizer in `folder`. Otherwise a run would decode and export with the wrong tokenizer."""
     for file in map(describe, files):
         if not file.vocab:  # the file does not say it
             continue
-        ids = max(load_tokenizer(Path(folder)).get_vocab().values(), default=-1) + 1
-        if file.vocab != ids:
+        vocab = vocab_of(load_tokenizer(Path(folder)))
+        if file.vocab != vocab:
             raise ValueError(
-                f"--tokenizer {folder}: it has {ids} ids, but the tokenizer that wrote {file.path} "
-                f"has {file.vocab}. Pass that one, or drop --tokenizer"
+                f"--tokenizer {folder}: it has {vocab} ids, but the tokenizer that wrote "
+                f"{file.path} has {file.vocab}. Pass that one, or drop --tokenizer"
             )
 
 
@@ -1761,7 +1767,7 @@ def tokenise_data(
     """Tokenise plain text for train.py --tokenizer, into one .bin file in the folder `cache`.
 
     Returns the path of the .bin file, and the id that ends each document (-1: none). If `data` has
-    .bin files already, returns `data` itself and -1; if they say how many ids their tokenizer has,
+    .bin files already, returns `data` itself and -1. If they say how many ids their tokenizer has,
     this tokenizer must have as many.
 
     data             one source of train.py's --data: a file, a folder, or built-in data

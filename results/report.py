@@ -778,7 +778,7 @@ def plan_of(row: dict) -> Plan:
         **{name: row[name] for name in names if name in row},
     )
     if row["recompute"] == "full":  # layers keep only their input, whole or in chunks
-        n = model.layers
+        n = plan.reached_layers
         recompute_all = ActivationPlan(n, plan.chunks, n, layers_recomputing_attention=n)
         plan = replace(plan, activations=recompute_all)
     return plan

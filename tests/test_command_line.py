@@ -240,7 +240,7 @@ REFUSED = [
     ("bench.py long --seq 0", "--seq 0: choose a value from 1 to"),
     (
         "bench.py long --rows foo",
-        "--rows foo: there is no such row; the rows are ours, ours planned memory, ours planned",
+        "--rows foo: there is no such row; the rows are ours, ours planned memory, ",
     ),
     ("bench.py step --skip foo", "unrecognized arguments: --skip foo"),
     ("bench.py step --gpu-memory -1", "--gpu-memory -1: choose a value from 1"),

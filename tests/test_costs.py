@@ -773,6 +773,22 @@ def check_order(rows: list[dict]) -> None:
         assert fastest_now["step_s"] <= (1 + planner.TIE) * fastest_s, asked
 
 
+def check_shared_layers(rows: list[dict]) -> None:
+    """Check the predictions of steps in which GPUs share matrices or layers, and remove these steps
+    from `rows`.
+
+    Steps with tensor parallelism take up to 9 % longer than predicted, and pipelines up to 4 %, for
+    reasons that are not known. The bytes of a pipeline are counted a little high.
+    """
+    found = [r for r in rows if r.get("tp", 1) * r.get("pp", 1) > 1]
+    assert [r["label"] for r in found] == ["pipeline", "interleaved", "mtp", "fsp", "msp"]
+    for r in found:
+        least_s, most_gib = (0.95, 1.013) if r["pp"] > 1 else (0.91, 1.001)
+        assert least_s < r["now_s"] / r["step_s"] < 0.98
+        assert 0.99 < r["now_gib"] / r["gpu_gib"] < most_gib
+        rows.remove(r)
+
+
 def test_predictions_are_what_was_measured():
     """Predictions are near what GPUs measured, in seconds and in bytes, and the setting that is
     predicted to be the fastest was the fastest.
@@ -816,15 +832,7 @@ def test_predictions_are_what_was_measured():
         assert 0.88 < r["now_s"] / r["step_s"] < 0.98
         assert 0.99 < r["now_gib"] / r["gpu_gib"] < 1.01
         rows.remove(r)
-    # Steps with tensor parallelism take up to 9 % longer than predicted, and pipelines up to 4 %, for
-    # reasons that are not known. The bytes of a pipeline are counted a little high
-    several = [r for r in rows if r.get("tp", 1) * r.get("pp", 1) > 1]
-    assert [r["label"] for r in several] == ["pipeline", "interleaved", "mtp", "fsp", "msp"]
-    for r in several:
-        least_s, most_gib = (0.95, 1.013) if r["pp"] > 1 else (0.91, 1.001)
-        assert least_s < r["now_s"] / r["step_s"] < 0.98
-        assert 0.99 < r["now_gib"] / r["gpu_gib"] < most_gib
-        rows.remove(r)
+    check_shared_layers(rows)
     # Where a layer's tokens are one long chunk, bytes are counted a little high. Since these rows
     # were measured, head and loss take less if V = 32,000: they had float32 logits and float32
     # gradients of 4,194 tokens, and now have float32 logits and bf16 gradients of 4,096 tokens
