@@ -38,6 +38,11 @@ values, and the second writes the rows of dy, and the rows of the transposed mat
 W^T. If tensor-parallel ranks hold parts of a row, these two kernels also cast the rows of a and W,
 because the ranks agree on the largest values in between.
 
+SwiGLU's backward has a kernel of its own in fp8_kernels.py. While it computes a and the gradient of
+gate|up, it finds their largest values. The first kernel would read both tensors once more for them,
+6 F bytes per token. The largest values of a are used at once, and those of the gradient when
+backward comes to the product that computed gate|up (KnownAmax).
+
 W changes once per step, but a step may use it in many micro-batches and chunks. By default, casts
 of W are kept while one layer runs. If they are kept until the next update, they take 2 bytes per
 parameter, and the planner decides whether there is room (costs.Plan.keeps_casts). The largest
@@ -57,6 +62,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+import ops
 from ops import Matrix, Products, Prologue, accumulation_dtype, add_weight_grad, compiled
 
 E4M3 = torch.float8_e4m3fn
@@ -138,6 +144,10 @@ def cast_both(
     """Return two casts with a scale per row: of x (M, K), if row_amax is given, and of x^T (K, M),
     if col_amax is given. The other result is None.
 
+    If a value is larger than the largest value of its row, it becomes NaN. So largest values that
+    belong to another tensor spoil the step, which is noticed. Without NaN, they would only cut off
+    values.
+
     On a GPU the rows of x^T are padded with zeros, from M elements to a multiple of 16, because
     tensor cores need it. Both operands of dW, dy^T and a^T, are padded to the same length, and the
     zeros add nothing to their product.
@@ -148,9 +158,14 @@ def cast_both(
         x = x.contiguous()
         rows, cols = fp8_kernels.cast(x, row_amax, col_amax)
         return rows and Cast(*rows), cols and Cast(*cols)
-    rows = None if row_amax is None else cast_by_amax(x, row_amax)
-    cols = None if col_amax is None else cast_by_amax(x.t(), col_amax)
+    rows = None if row_amax is None else cast_by_amax(spoil_larger(x, row_amax), row_amax)
+    cols = None if col_amax is None else cast_by_amax(spoil_larger(x.t(), col_amax), col_amax)
     return rows, cols
+
+
+def spoil_larger(x: Tensor, amax: Tensor) -> Tensor:
+    """Return x (M, K), with NaN in place of each value that is larger than amax (M, 1)."""
+    return x.masked_fill(x.abs() > amax, torch.nan)
 
 
 def product(
@@ -193,6 +208,87 @@ def weight_grad_into(
     else:
         out.copy_(dw)
     return out
+
+
+# ---------------------------------------------------------------------------- known largest values
+
+
+class KnownAmax(NamedTuple):
+    """The largest values that a kernel found in a tensor (..., K) while it wrote the tensor.
+
+    They are an attribute of the tensor, `known_amax`. Autograd passes a gradient from one operator
+    to the next as the same tensor, so its largest values reach the next operator, too. But a
+    gradient may change on its way: if two operators use gate|up, for example, autograd adds the
+    second gradient, and it may add in place. So the largest values hold only as long as the tensor
+    is what it was (`identity`). A sum, a view or a copy is another tensor, and has no such
+    attribute.
+
+    PyTorch does not count all changes in place. It does not count those through `x.data`, nor those
+    of a collective such as dist.all_reduce(x). A hook that changes a gradient in this way is an
+    error. If a value has become larger than its row's or its column's largest value, cast_both
+    makes it NaN.
+    """
+
+    row_amax: Tensor | None  # (M, 1), of the tensor as a matrix (M, K)
+    col_amax: Tensor | None  # (K, 1)
+    identity: tuple
+
+
+def identity_of(x: Tensor) -> tuple:
+    """Return what stays the same as long as a tensor has the same memory, and no operator writes
+    into it: its storage, its layout, and the number of changes in place that PyTorch counts."""
+    return x.untyped_storage()._cdata, x.storage_offset(), x.shape, x.stride(), x._version
+
+
+def remember_amax(x: Tensor, row_amax: Tensor | None, col_amax: Tensor | None) -> None:
+    """Attach the largest values of x (..., K) to x. row_amax (M, 1), col_amax (K, 1): see
+    KnownAmax. Call this when x is complete."""
+    x.known_amax = KnownAmax(row_amax, col_amax, identity_of(x))
+
+
+def take_amax(
+    x: Tensor, of_rows: bool, of_cols: bool
+) -> tuple[Tensor | None, Tensor | None] | None:
+    """Return what largest_values returns for x (..., K) as a matrix, if this is known, else None.
+
+    The largest values are taken off x, because the caller may change them: tensor-parallel ranks
+    replace them by the maximum over the ranks.
+    """
+    known = getattr(x, "known_amax", None)
+    if known is None:
+        return None
+    del x.known_amax
+    row_amax = known.row_amax if of_rows else None
+    col_amax = known.col_amax if of_cols else None
+    is_missing = (of_rows and row_amax is None) or (of_cols and col_amax is None)
+    if is_missing or known.identity != identity_of(x):
+        return None
+    return row_amax, col_amax
+
+
+def swiglu_backward(da: Tensor, gate_up: Tensor) -> tuple[Tensor, Tensor]:
+    """Return a = swiglu(gate_up) (..., F) and gate_up's gradient (..., 2F), as ops.swiglu_backward
+    does. The largest values that the casts of both need are attached to them: of the columns of a,
+    and of the rows and the columns of the gradient."""
+    if uses_tensor_cores(da):
+        import fp8_kernels
+
+        flat = da.flatten(0, -2).contiguous(), gate_up.flatten(0, -2).contiguous()
+        a, dgate_up, a_cols, rows, cols = fp8_kernels.swiglu_backward(*flat)
+        a = a.view(da.shape)
+        dgate_up = dgate_up.view(gate_up.shape)
+    else:
+        a, dgate_up = ops.swiglu_backward(da, gate_up)
+        _, a_cols = largest_values(a.flatten(0, -2), of_rows=False, of_cols=True)
+        rows, cols = largest_values(dgate_up.flatten(0, -2), of_rows=True, of_cols=True)
+    remember_amax(a, None, a_cols)
+    remember_amax(dgate_up, rows, cols)
+    return a, dgate_up
+
+
+# For a Prologue: a function that returns the same as its `backward`, and attaches largest values to
+# what it returns. It runs in place of `backward` if the matrix trains
+BACKWARD_WITH_AMAX = {ops.SWIGLU: swiglu_backward}
 
 
 # ---------------------------------------------------------------------------- projections
@@ -253,14 +349,16 @@ class Float8Products(Products):
         return cast
 
     def largest_values_of_group(
-        self, x: Tensor, of_rows: bool, of_cols: bool, shared: bool
+        self, x: Tensor, of_rows: bool, of_cols: bool, shared: bool, known: tuple | None = None
     ) -> tuple[Tensor | None, Tensor | None]:
         """Return what the function largest_values returns, for whole rows or columns.
+
+        known: what it returns for this rank's x, if a kernel has found this already (take_amax).
 
         shared: other tensor-parallel ranks hold the rest of x's rows, or the rest of its columns if
         only of_cols is True. Then this is a collective of these ranks. It replaces the values of
         the shared rows (or columns) by the maximum over the ranks."""
-        row_amax, col_amax = largest_values(x, of_rows, of_cols)
+        row_amax, col_amax = known or largest_values(x, of_rows, of_cols)
         if shared:
             amax = row_amax if of_rows else col_amax
             dist.all_reduce(amax, dist.ReduceOp.MAX, group=self.group)
@@ -301,7 +399,10 @@ class Float8Products(Products):
         trains = not matrix.frozen
         shared = self.shares_rows(matrix, "rows")
         flat = dy.reshape(-1, dy.shape[-1])
-        amax = self.largest_values_of_group(flat, of_rows=True, of_cols=trains, shared=shared)
+        known = take_amax(dy, of_rows=True, of_cols=trains)
+        amax = self.largest_values_of_group(
+            flat, of_rows=True, of_cols=trains, shared=shared, known=known
+        )
         dy8, dy8_t = cast_both(flat, *amax)
         w = matrix.events.unshard(matrix, backward=True)
         w8_t = self.cast_weight(matrix, w, shared, cols=True)
@@ -310,9 +411,14 @@ class Float8Products(Products):
         if not trains:
             return None, prologue.grads(da, *saved)
 
-        a, *input_grads = prologue.backward(da, *saved)
+        backward = BACKWARD_WITH_AMAX.get(prologue, prologue.backward)
+        a, *input_grads = backward(da, *saved)
+        known = take_amax(a, of_rows=False, of_cols=True)
         a = a.detach().flatten(0, -2)  # it may be a saved tensor, which has a graph
-        _, a8_t = cast_both(a, *largest_values(a, of_rows=False, of_cols=True))
+        amax = self.largest_values_of_group(
+            a, of_rows=False, of_cols=True, shared=False, known=known
+        )
+        _, a8_t = cast_both(a, *amax)
         compute = functools.partial(weight_grad_into, dy8_t, a8_t, dy.dtype)
         return add_weight_grad(matrix, compute), input_grads
 

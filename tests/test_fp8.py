@@ -5,6 +5,7 @@ Flags that float8 does not allow are refused. Tests of the kernels run on GPUs o
 """
 
 import re
+from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -202,6 +203,225 @@ def test_float8_leaves_out_some_matrices():
     }
     names = [f"blocks.{i}.{name}" for i in range(2) for name in ("qkv", "out", "gate_up", "down")]
     assert in_float8 == {*names, "blocks.0.more"}
+
+
+# ---------------------------------------------------------------------------- known largest values
+
+
+def unchanged(gate_up: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | float]:
+    """Return what SwiGLU gets, gate|up itself, and what is added to the loss, nothing."""
+    return gate_up, 0.0
+
+
+def used_twice(gate_up: torch.Tensor) -> tuple:
+    return gate_up, (gate_up * 3).sum()
+
+
+def seen_as_a_view(gate_up: torch.Tensor) -> tuple:
+    return gate_up.unflatten(0, (2, -1)), 0.0
+
+
+def with_hook(change: Callable) -> Callable:
+    """Return a function like `unchanged`, which makes autograd call change(gradient of gate|up)."""
+
+    def hooked(gate_up: torch.Tensor) -> tuple:
+        gate_up.register_hook(change)
+        return gate_up, 0.0
+
+    return hooked
+
+
+def double_in_place(grad: torch.Tensor) -> None:
+    grad.mul_(2)
+
+
+def double_through_an_alias(grad: torch.Tensor) -> None:
+    grad.detach()[:, 1:].mul_(2)
+
+
+def double_uncounted(grad: torch.Tensor) -> None:
+    """Change a gradient so that its version number stays the same."""
+    grad.data.mul_(2)
+
+
+def move_to_other_memory(grad: torch.Tensor) -> None:
+    """Let a gradient be another tensor's memory. Its version number stays the same."""
+    grad.data = grad * 2
+
+
+def mlp_grads(
+    use: Callable = unchanged,
+    frozen: str = "",
+    float8: bool = True,
+    dtype: torch.dtype = torch.float64,
+    device: torch.device = CPU,
+    tokens: int = 40,
+    spoil: Callable | None = None,
+) -> list[torch.Tensor]:
+    """Return the gradients of x, of gate_up and of down in an MLP, y = down(swiglu(gate_up(x))).
+
+    use: gets gate|up, and returns what SwiGLU gets and what is added to the loss. frozen: the
+    matrix that does not train, "gate_up" or "down". spoil: gets x and dy, and changes them.
+    """
+    rng = torch.Generator().manual_seed(0)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=rng).to(device, dtype)
+
+    gate_up, down = ops.Matrix(2 * 48, 32), ops.Matrix(32, 48)
+    matrices = {"gate_up": gate_up, "down": down}
+    products = fp8.Float8Products(dict.fromkeys(matrices.values(), 0))
+    for name, matrix in matrices.items():
+        matrix.frozen = name == frozen
+        matrix.replace_weight(random(*matrix.shape))
+        if float8:
+            matrix.products = products
+    x, dy = random(tokens, 32), random(tokens, 32)
+    if spoil:
+        spoil(x, dy)
+    x.requires_grad_()
+    wide, extra = use(ops.project(gate_up, ops.IDENTITY, x))
+    y = ops.project(down, ops.SWIGLU, wide).flatten(0, -2)
+    ((y * dy).sum() + extra).backward()
+    grads = x.grad, gate_up.weight.grad, down.weight.grad
+    return [grad for grad in grads if grad is not None]
+
+
+def swiglu_backward_without_amax(da: torch.Tensor, gate_up: torch.Tensor) -> list[torch.Tensor]:
+    """Do what fp8.swiglu_backward does, and return results to which nothing is attached."""
+    return [result.detach() for result in fp8.swiglu_backward(da, gate_up)]
+
+
+def check_known_amax(use: Callable, frozen: str, is_known: bool, device, dtype, patch) -> None:
+    """Assert whether backward of an MLP knows the largest values of gate|up's gradient, and that
+    its gradients are those for which the largest values are found again."""
+    read = []  # shapes of tensors that are read to find their largest values
+    known = {}  # by the last size of a tensor: whether its largest values were known
+    largest_values, take_amax = fp8.largest_values, fp8.take_amax
+
+    def note_read(x, of_rows, of_cols):
+        read.append(x.shape)
+        return largest_values(x, of_rows, of_cols)
+
+    def note_taken(x, of_rows, of_cols):
+        found = take_amax(x, of_rows, of_cols)
+        known[x.shape[-1]] = found is not None
+        return found
+
+    patch.setattr(fp8, "largest_values", note_read)
+    patch.setattr(fp8, "take_amax", note_taken)
+    grads = mlp_grads(use, frozen, device=device, dtype=dtype)
+    assert known[2 * 48] == is_known
+    if frozen != "down":
+        assert known[48]  # of a
+    times_read = read.count((40, 2 * 48))
+    if device.type == "cuda" and frozen != "down":
+        times_read += 1  # there SwiGLU's kernel does not read its results again
+    assert times_read == (1 if is_known or frozen == "down" else 2)
+
+    patch.setitem(fp8.BACKWARD_WITH_AMAX, ops.SWIGLU, swiglu_backward_without_amax)
+    expected = mlp_grads(use, frozen, device=device, dtype=dtype)
+    assert not known[2 * 48] and (frozen == "down" or not known[48])
+    assert len(grads) == len(expected) and all(map(torch.equal, grads, expected))
+    if device.type == "cpu":
+        patch.setattr(fp8, "BACKWARD_WITH_AMAX", {})
+        assert all(map(torch.equal, grads, mlp_grads(use, frozen, device=device, dtype=dtype)))
+
+
+KNOWN_AMAX = [
+    (unchanged, "", True),
+    (unchanged, "gate_up", True),
+    (unchanged, "down", False),  # SwiGLU's backward finds largest values only for a trained matrix
+    (used_twice, "", False),
+    (seen_as_a_view, "", False),
+    (with_hook(double_in_place), "", False),
+    (with_hook(double_through_an_alias), "", False),
+    (with_hook(lambda grad: 2 * grad), "", False),
+    (with_hook(move_to_other_memory), "", False),
+]
+
+
+@parametrize("dtype", [torch.float64, torch.bfloat16])
+@parametrize("use, frozen, is_known", KNOWN_AMAX)
+def test_largest_values_are_known_unless_the_gradient_changes(
+    use, frozen, is_known, dtype, monkeypatch
+):
+    """The largest values that SwiGLU's backward finds in the gradient of gate|up are used, and that
+    tensor is not read again to find them. They are not used if the gradient was changed in place,
+    or replaced. The bits of all gradients are the same in any case.
+
+    Catches scales of a gradient as it was before a second one was added to it.
+    """
+    check_known_amax(use, frozen, is_known, CPU, dtype, monkeypatch)
+
+
+def test_largest_values_are_taken_once():
+    """The largest values of a tensor can be taken only once, and only if all that are asked for
+    are there.
+
+    Catches maxima over tensor-parallel ranks that a second matrix takes for those of one rank.
+    """
+    x, row_amax, col_amax = torch.ones(3, 2), torch.ones(3, 1), torch.ones(2, 1)
+    assert fp8.take_amax(x, True, True) is None
+    fp8.remember_amax(x, row_amax, col_amax)
+    assert fp8.take_amax(x, True, False) == (row_amax, None)
+    assert fp8.take_amax(x, True, False) is None
+    fp8.remember_amax(x, None, col_amax)
+    assert fp8.take_amax(x, True, True) is None
+
+
+def test_a_change_that_pytorch_does_not_count_spoils_the_step():
+    """If a hook changes a gradient through grad.data, its largest values are those from before. So
+    the values that are larger become NaN.
+
+    Catches gradients that are cut off without an error.
+    """
+    check_uncounted_change(CPU, torch.float64)
+
+
+def check_uncounted_change(device: torch.device, dtype: torch.dtype) -> None:
+    """Assert that gradients of x and gate_up are NaN if gate|up's gradient is doubled through
+    grad.data, and that the gradient of down, which does not depend on it, is finite."""
+    dx, dw_gate_up, dw_down = mlp_grads(with_hook(double_uncounted), device=device, dtype=dtype)
+    assert dx.isnan().all() and dw_gate_up.isnan().all() and dw_down.isfinite().all()
+
+
+@parametrize("value", [torch.nan, torch.inf, -torch.inf])
+def test_values_of_an_mlp_that_are_not_finite(value):
+    """Wherever a gradient of an MLP would not be finite in the model's dtype, it is not in float8.
+
+    Catches NaN that is lost because largest values leave it out.
+    """
+    check_mlp_not_finite(value, CPU)
+
+
+def check_mlp_not_finite(value: float, device: torch.device) -> None:
+    """Assert that a number of x or dy that is not finite spoils the same gradients of an MLP as in
+    bf16."""
+
+    def spoil_x(x, dy):
+        x[7, 5] = value
+
+    def spoil_dy(x, dy):
+        dy[7, 5] = value
+
+    for spoil in (spoil_x, spoil_dy):
+        flags = {"spoil": spoil, "dtype": torch.bfloat16, "device": device}
+        for ours, expected in zip(mlp_grads(**flags), mlp_grads(**flags, float8=False)):
+            assert not expected.isfinite().all()
+            assert not (ours.isfinite() & ~expected.isfinite()).any()
+
+
+@parametrize("keep", ["all", "mixed"])
+def test_weights_do_not_depend_on_who_finds_largest_values(keep, group, monkeypatch):
+    """Two steps give the same bits whether or not SwiGLU's backward finds largest values.
+
+    Catches largest values of another chunk, or of another layer.
+    """
+    line = f"1 products=fp8 micro=2 dtype=bf16 keep={keep}"
+    expected = weights_after_two_steps(line)
+    monkeypatch.setattr(fp8, "BACKWARD_WITH_AMAX", {})
+    assert torch.equal(weights_after_two_steps(line), expected)
 
 
 # ---------------------------------------------------------------------------- equal results
@@ -483,6 +703,84 @@ def test_gpu_values_that_are_not_finite(value):
     Catches a kernel that drops NaN when it looks for the largest value, and casts it to a number.
     """
     check_not_finite(value, torch.bfloat16, needs_tensor_cores())
+
+
+@needs_gpu
+@parametrize("shape", [(1000, 14336), (8192, 1024), (1, 16), (17, 48), (129, 80), (64, 64)])
+def test_gpu_swiglu_backward_equals_the_compiled_one(shape):
+    """The kernel of fp8_kernels.py for SwiGLU's backward is as exact as the one that PyTorch
+    compiles. Its largest values are exactly those of the tensors that it writes.
+
+    Catches a tile that reads or writes beyond the matrix, and largest values of numbers that are
+    not rounded to bf16 yet.
+    """
+    device = needs_tensor_cores()
+    rows, cols = shape
+    rng = torch.Generator(device).manual_seed(0)
+    gate_up = (4 * torch.randn(rows, 2 * cols, generator=rng, device=device)).bfloat16()
+    da = torch.randn(rows, cols, generator=rng, device=device).bfloat16()
+    # in a batch, as in a model: (1, N, ...)
+    ours = fp8.swiglu_backward(da[None], gate_up[None])
+    compiled = ops.swiglu_backward(da[None], gate_up[None])
+    exact = ops.swiglu_backward(da[None].double(), gate_up[None].double())
+    for mine, theirs, expected in zip(ours, compiled, exact):
+        assert mine.dtype == torch.bfloat16 and mine.shape == expected.shape
+        assert relative(mine, expected) < 1.01 * relative(theirs, expected) + 1e-6
+        # at most one unit in the last place apart, and nearly always equal
+        assert ((mine - theirs).abs() <= theirs.abs() / 64).all()
+        assert (mine == theirs).float().mean() > 0.99
+
+    a, dgate_up = ours
+    (a_row_amax, a_col_amax), amax = a.known_amax[:2], fp8.take_amax(dgate_up, True, True)
+    assert a_row_amax is None
+    expected_amax = fp8.largest_values(dgate_up[0], True, True)
+    assert all(map(torch.equal, amax, expected_amax))
+    assert torch.equal(a_col_amax, fp8.largest_values(a[0], False, True)[1])
+    assert torch.equal(amax[0], dgate_up[0].abs().amax(1, True).float())
+    assert torch.equal(amax[1], dgate_up[0].abs().amax(0)[:, None].float())
+
+
+@needs_gpu
+@parametrize("value", [torch.nan, torch.inf, -torch.inf])
+def test_gpu_swiglu_backward_that_is_not_finite(value):
+    """On a GPU, too, SwiGLU's backward is not finite where the compiled kernel's is not, and
+    neither are the casts of its results.
+
+    Catches NaN that is lost because largest values leave it out.
+    """
+    device = needs_tensor_cores()
+    check_mlp_not_finite(value, device)
+    for where in ((9, 8), (9, 88)):  # in gate, in up
+        gate_up, da = random_operands(torch.bfloat16, device, 200, 80, 160)[::2]
+        for spoiled in (gate_up, da):
+            spoiled[where[0], where[1] % spoiled.shape[1]] = value
+            compiled = ops.swiglu_backward(da, gate_up)
+            for mine, theirs in zip(fp8.swiglu_backward(da, gate_up), compiled):
+                assert torch.equal(mine.isnan(), theirs.isnan())
+                assert torch.equal(mine.isinf(), theirs.isinf())
+                row_amax, col_amax, _ = mine.known_amax
+                for cast in fp8.cast_both(mine, row_amax, col_amax):
+                    if cast is not None:
+                        is_rows = cast.values.shape == mine.shape
+                        values = mine if is_rows else mine.t()
+                        finite = cast.values.float()[:, : values.shape[1]].isfinite()
+                        assert not (finite & ~values.isfinite()).any()
+
+
+@needs_gpu
+@parametrize("use, frozen, is_known", KNOWN_AMAX)
+def test_gpu_largest_values_are_known_unless_the_gradient_changes(
+    use, frozen, is_known, monkeypatch
+):
+    """On a GPU, too, known largest values are used, but not if the gradient was changed since. If
+    PyTorch does not count the change, the gradients become NaN.
+
+    Catches scales of a gradient as it was before a second one was added to it.
+    """
+    device = needs_tensor_cores()
+    check_known_amax(use, frozen, is_known, device, torch.bfloat16, monkeypatch)
+    monkeypatch.undo()
+    check_uncounted_change(device, torch.bfloat16)
 
 
 @needs_gpu
