@@ -777,15 +777,24 @@ def check_shared_layers(rows: list[dict]) -> None:
     """Check the predictions of steps in which GPUs share matrices or layers, and remove these steps
     from `rows`.
 
-    Steps with tensor parallelism take up to 9 % longer than predicted, and pipelines up to 4 %, for
-    reasons that are not known. The bytes of a pipeline are counted a little high.
+    Pipelines take up to 4 % longer than predicted. Tensor parallelism takes up to 9 % longer with
+    sequences of 4K tokens, but 2 % less with 32K. The reasons are not known. The bytes of a
+    pipeline are counted a little high.
     """
+    # (tp, tokens): the least and the largest ratio of seconds, predicted / measured
+    ratios = {
+        (1, 2**12): (0.95, 0.98),
+        (2, 2**12): (0.91, 0.98),
+        (1, 2**15): (0.96, 0.98),
+        (2, 2**15): (1.01, 1.03),
+    }
     found = [r for r in rows if r.get("tp", 1) * r.get("pp", 1) > 1]
-    assert [r["label"] for r in found] == ["pipeline", "interleaved", "mtp", "fsp", "msp"]
+    labels = ["fsp", "interleaved", "msp", "mtp", "pipeline", "plan 3", "plan 4"]
+    assert sorted(r["label"] for r in found) == labels
     for r in found:
-        least_s, most_gib = (0.95, 1.013) if r["pp"] > 1 else (0.91, 1.001)
-        assert least_s < r["now_s"] / r["step_s"] < 0.98
-        assert 0.99 < r["now_gib"] / r["gpu_gib"] < most_gib
+        least, largest = ratios[r["tp"], r["seq"]]
+        assert least < r["now_s"] / r["step_s"] < largest
+        assert 0.99 < r["now_gib"] / r["gpu_gib"] < (1.013 if r["pp"] > 1 else 1.001)
         rows.remove(r)
 
 
