@@ -165,6 +165,8 @@ class Plan:
         treat the local model as any other model.
         """
         cfg, tp = self.model, self.tp
+        if tp == 1:
+            return cfg  # plans are made by the thousand, so this saves seconds
         return replace(
             cfg,
             heads=cfg.heads // tp,
@@ -296,21 +298,21 @@ class Plan:
         inter, one owner updates the whole p-shard of a matrix."""
         return self.factors.p if self.os_layout == "inter" else self.factors.os
 
-    @property
-    def params_by_place(self) -> tuple[int, int]:
+    def params_by_place(self, resident_states: int) -> tuple[int, int]:
         """Return two numbers, for os_place "host": how many parameters have their optimizer states
-        on the GPU, and how many on the host.
+        on the GPU, and how many on the host, if the first `resident_states` layers of a stage have
+        theirs on the GPU.
 
         If any layers have resident states, the embedding's states are on the GPU, too, because the
         forward needs the embedding first. The states of a head that is not tied to it are on the
         host. In a pipeline the first stage has the embedding, and the last one the head. So the
         first number is largest in the first stage, the second one in the last stage, and each is
         counted there."""
-        if self.resident_states == 0:
+        if resident_states == 0:
             return 0, self.trained_params
-        layers = sum(self.counts.trained_layer_params[: self.resident_states])
+        layers = sum(self.counts.trained_layer_params[:resident_states])
         if self.pp > 1:
-            resident_layers = min(self.resident_states, self.stage_layers)
+            resident_layers = min(resident_states, self.stage_layers)
             layers = resident_layers * max(self.counts.trained_layer_params)
         embedding = 0
         if self.counts.trains_embedding or self.sums_vocab_grads:
@@ -1204,7 +1206,7 @@ def memory_of_states(plan: Plan) -> tuple[dict[str, float], dict[str, float]]:
     host = {}
     if plan.os_place == "host":
         bytes_per_param = memory.pop("optimizer") / max(1, plan.trained_params)
-        on_gpu, on_host = plan.params_by_place
+        on_gpu, on_host = plan.params_by_place(plan.resident_states)
         host["optimizer"] = bytes_per_param * on_host
         memory["streamed states"] = streaming_buffer_bytes(plan)
         if plan.resident_states:

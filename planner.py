@@ -1696,7 +1696,14 @@ def possible_resident_states(c, plan, hardware):
         )
         gpu = plan.passes_in_flight * candidates.gpu_bytes
         host = plan.passes_in_flight * candidates.host_bytes
-    gpu = gpu + keeping_least.memory["messages"] + keeping_least.memory["working"]
+    # A plan that needs more bytes of the GPU than another one can be nearer to fitting only if it
+    # needs fewer bytes of the host. Leave out all others, which are nearly all
+    order = np.lexsort((host, gpu))
+    gpu, host = gpu[order], host[order]
+    fewest_so_far = np.minimum.accumulate(host)
+    useful = np.append(True, host[1:] < fewest_so_far[:-1])
+    gpu = gpu[useful] + keeping_least.memory["messages"] + keeping_least.memory["working"]
+    host = host[useful]
 
     # only where the optimizer states lie depends on the number
     memory, on_host = memory_of_states(replace(plan, resident_states=0))
@@ -1705,7 +1712,7 @@ def possible_resident_states(c, plan, hardware):
 
     ratios = []  # by number of resident states: what the nearest plan needs, over what there is
     for count in range(fewest, most + 1):
-        params_on_gpu, params_on_host = replace(plan, resident_states=count).params_by_place
+        params_on_gpu, params_on_host = plan.params_by_place(count)
         of_gpu = (gpu + bytes_per_param * params_on_gpu) / hardware.gpu_budget
         of_host = (host + bytes_per_param * params_on_host) / max(1.0, hardware.host_budget)
         ratios.append(np.maximum(of_gpu, of_host).min())
