@@ -1118,8 +1118,11 @@ def block_shares(sources: list[Source]) -> list[int]:
     the shares with the largest fractional parts are rounded up. For example, three equal weights
     give 334, 333 and 333. Raises ValueError if a source gets no samples.
     """
-    total = math.fsum(source.weight for source in sources)
-    quotas = [MIX_BLOCK * (source.weight / total) for source in sources]
+    # by the largest weight, because the sum of huge weights would be infinite
+    largest = max(source.weight for source in sources)
+    relative = [source.weight / largest for source in sources]
+    total = math.fsum(relative)
+    quotas = [MIX_BLOCK * (weight / total) for weight in relative]
     shares = [math.floor(quota) for quota in quotas]
     by_remainder = sorted(range(len(sources)), key=lambda k: shares[k] - quotas[k])
     for k in by_remainder[: MIX_BLOCK - sum(shares)]:
@@ -1128,7 +1131,7 @@ def block_shares(sources: list[Source]) -> list[int]:
         if not share:
             raise ValueError(
                 f"--data: the weight {source.weight:g} of {source.path} is less than a thousandth "
-                f"of all weights, {total:g}. Give it at least {total / MIX_BLOCK:g}"
+                f"of all weights. Give it at least {largest / MIX_BLOCK * total:g}"
             )
     return shares
 

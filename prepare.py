@@ -1786,6 +1786,13 @@ def tokenise_data(
     """
     files, val = find_files(data, leave_out)
     if binaries := [file for file in files + val if file.suffix == ".bin"]:
+        texts = [file for file in files + val if file.suffix != ".bin"]
+        if texts:
+            raise ValueError(
+                f"--data {data}: {texts[0]} is text, but {binaries[0]} has token ids. --tokenizer "
+                f"makes ids of text only where there are no ids yet. Make ids of the text with "
+                f"prepare.py, or take {binaries[0].name} out of the folder"
+            )
         check_same_vocab(binaries, folder)
         return data, -1
     for file in files:

@@ -813,6 +813,11 @@ def open_data(cfg: Config, model: ModelConfig) -> tuple[Config, Mixture, Mixture
     """Return the flags, the training and validation sequences, and a fingerprint of the data files.
     In the flags, document_token is no longer `auto`. Raises ConfigError. A collective of all
     ranks."""
+    if cfg.special_tokens and not cfg.tokenizer:
+        raise ConfigError(
+            "--special-tokens: it is for text that --tokenizer turns into tokens. Drop "
+            "--special-tokens, or pass --tokenizer"
+        )
     sources = all_or_none(parse_mixture, cfg.data)
     paths = [source.path for source in sources]
     # files that the run writes are not data
@@ -1075,7 +1080,8 @@ def print_run(run: Run, plans: list[costs.Plan]) -> None:
 
 def print_model(run: Run) -> None:
     """Print the model's size and the FLOPs of a token. Add a note if products run in float8, if the
-    rotary embedding is too short for --seq, or if the head is (or was) tied to the embedding."""
+    rotary embedding is too short for --seq, if the head is (or was) tied to the embedding, or if an
+    imported model was trained with dropout."""
     cfg, model = run.cfg, run.plan.model
     causal, full = flops_per_token(model, cfg.seq)
     print0(
@@ -1097,6 +1103,11 @@ def print_model(run: Run) -> None:
         print0(
             "The imported model's config.json ties head and embedding. Here they are two matrices, "
             f"because {reason}"
+        )
+    if dropout := run.meta["source"].get("attention_dropout"):
+        print0(
+            f"The imported model's config.json has attention_dropout {dropout:g}. Here attention "
+            "drops nothing in training"
         )
 
 
@@ -1127,11 +1138,16 @@ def print_data(run: Run) -> None:
 
     samples = run.start_samples + cfg.batch * max(0, cfg.steps - run.start_step)
     epochs = run.training.epochs(samples)
+    evaluated = min(run.validation.count, EVAL_SEQUENCES)
+    in_evaluations = {run.validation.place(i)[0] for i in range(evaluated)}
     for k, path in enumerate(paths):
         fraction = run.training.shares[k] / sum(run.training.shares)
+        note = ""
+        if k not in in_evaluations and cfg.eval_every >= 0:
+            note = f"; none of the {evaluated} sequences of an evaluation is from it"
         print0(
             f"source {path}: {fraction:.1%} of the samples; {describe_sources(run, [k])}; "
-            f"{epochs[k]:.2f} epochs until step {cfg.steps}"
+            f"{epochs[k]:.2f} epochs until step {cfg.steps}{note}"
         )
 
 

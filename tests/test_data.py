@@ -292,6 +292,12 @@ def test_data_tokenised_text(tmp_path, capsys):
     Path(f"{path}.json").write_text('{"token_bytes": 2}')
     assert prepare.tokenise_data(path, "no folder", tmp_path) == (path, -1)
 
+    # a folder with ids and text
+    write_ids(tmp_path / "both" / "val.bin", np.arange(9))
+    (tmp_path / "both" / "a.txt").write_text("one two")
+    with raises(ValueError, match="a.txt is text, but .*val.bin has token ids.*with prepare.py"):
+        prepare.tokenise_data(f"{tmp_path}/both", f"{tmp_path}/hf", tmp_path / "t")
+
 
 def test_data_too_short_source_of_a_mixture(tmp_path):
     """If a source of a mixture is too short for --seq, the error names it, and the longest --seq
@@ -1225,7 +1231,7 @@ def test_data_mixtures_round_to_thousandths(tmp_path):
     assert sorted(data.block_shares(weights)) == [142, 143, 143, 143, 143, 143, 143]
     with raises(ValueError, match="weight 0.0001 of b is less than a thousandth of all .*0.001"):
         data.block_shares([data.Source("a", 1), data.Source("b", 1e-4)])
-    assert data.block_shares([data.Source("a", 1e300), data.Source("b", 1e300)]) == [500, 500]
+    assert data.block_shares([data.Source("a", 1e308), data.Source("b", 1e308)]) == [500, 500]
 
 
 def test_data_mixtures_validate_in_proportion(tmp_path):
@@ -1245,6 +1251,26 @@ def test_data_mixtures_validate_in_proportion(tmp_path):
     assert len(of_second) == 16
     for (_, val), found in zip(pairs, (of_first, of_second)):
         assert found == [val.window(n % val.count).tokens.tolist() for n in range(len(found))]
+
+
+def test_data_mixtures_say_which_source_is_not_evaluated(tmp_path, capsys):
+    """If a source has too few samples for one of the sequences of an evaluation, a run says so.
+
+    Catches a val_loss that is believed to be the mean over all sources.
+    """
+    for name in ("a", "b"):
+        (tmp_path / name).write_text("the grass is green\n" * 2000)
+    spelt = f"--data {tmp_path}/a:300,{tmp_path}/b:1"
+    train.main(f"{QUICK_FLAGS} --steps 1 --eval-every 1 --out {tmp_path}/o {spelt}".split())
+    of_sources = re.findall("source .*/([ab]): (.*)", capsys.readouterr().out)
+    note = f"; none of the {train.EVAL_SEQUENCES} sequences of an evaluation is from it"
+    assert [(name, note in text) for name, text in of_sources] == [("a", False), ("b", True)]
+
+
+def test_data_special_tokens_need_a_tokenizer(tmp_path):
+    """--special-tokens without --tokenizer is refused. Catches a flag that does nothing."""
+    with raises(ValueError, match="--special-tokens: .* Drop --special-tokens, or pass --token"):
+        train.main(f"{QUICK_FLAGS} --special-tokens --out {tmp_path}/o".split())
 
 
 def test_data_mixtures_have_one_tokenizer(tmp_path):
@@ -1308,6 +1334,7 @@ def test_data_mixtures_on_other_ranks(tmp_path, capfd):
     said = capfd.readouterr().out
     assert re.search(r"source .*my text.txt: 25.0% of the samples; 1,800 tokens, 54 training", said)
     assert "0.03 epochs until step 1" in said  # 3 of 89 sequences
+    assert "of an evaluation" not in said
     shares = data.parse_mixture(spelt[1])
     pairs = [data.split(data.open_corpus(share.path)[0], None, 32, 0)[0] for share in shares]
     mixed = data.Mixture(tuple(pairs), tuple(data.block_shares(shares)))

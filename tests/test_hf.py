@@ -679,7 +679,7 @@ def test_hf_tied_head_that_is_stored_too(kind, tmp_path, capsys):
 
     Catches a head that is lost, or that is trained as the embedding.
     """
-    hf_model(tmp_path / "in", tie_word_embeddings=True, shard="1GB")
+    hf_model(tmp_path / "in", tie_word_embeddings=True, attention_dropout=0.1, shard="1GB")
     file = tmp_path / "in" / "model.safetensors"
     tensors = load_file(file)
     embedding = tensors["model.embed_tokens.weight"]
@@ -697,7 +697,9 @@ def test_hf_tied_head_that_is_stored_too(kind, tmp_path, capsys):
         return
     main(f"--init hf:{tmp_path}/in --steps 1 --out {tmp_path}/o --export {tmp_path}/e")
     two = "Here they are two matrices, because its files store a head that differs"
-    assert (two in capsys.readouterr().out) == (kind == "another")
+    said = capsys.readouterr().out
+    assert (two in said) == (kind == "another")
+    assert "config.json has attention_dropout 0.1. Here attention drops nothing" in said
     assert hf_load(tmp_path / "e").config.tie_word_embeddings == (kind != "another")
     main(f"--resume {tmp_path}/o/step-00000001 --steps 2 --out {tmp_path}/p --save-every -1")
     assert len(losses(tmp_path / "p")) == 1
