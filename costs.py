@@ -1571,9 +1571,9 @@ def layer_seconds(est: Estimator, plan: Plan) -> LayerSeconds:
 #     2. they cast W in each micro-batch, or once per step if casts are kept (Plan.keeps_casts)
 #     3. they run once per step in any case
 #
-# SwiGLU's backward finds the largest values of two tensors itself (fp8.KnownAmax): of dy of
-# gate_up, and of a^T of down. They are counted here nevertheless. So a float8 layer is predicted to
-# take slightly longer than it does: 6 F bytes per token are not read.
+# SwiGLU's backward finds the largest values of two tensors itself (fp8.KnownAmax): dy for the
+# product gate_up, and a^T for the product down. Reading them again is counted here nevertheless. So
+# a float8 layer is predicted to take slightly longer than it does, by 6 F bytes per token.
 
 CASTS = {
     "forward": ([], [elementwise("cast rows of W", "w", "w8")], []),

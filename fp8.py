@@ -39,9 +39,9 @@ W^T. If tensor-parallel ranks hold parts of a row, these two kernels also cast t
 because the ranks agree on the largest values in between.
 
 SwiGLU's backward has a kernel of its own in fp8_kernels.py. While it computes a and the gradient of
-gate|up, it finds their largest values. The first kernel would read both tensors once more for them,
-6 F bytes per token. The largest values of a are used at once, and those of the gradient when
-backward comes to the product that computed gate|up (KnownAmax).
+gate|up, it finds their largest values. Otherwise the kernel that finds largest values would read
+both tensors once more, 6 F bytes per token. The largest values of a are used at once. Those of the
+gradient are used later, when backward comes to the product that computed gate|up (KnownAmax).
 
 W changes once per step, but a step may use it in many micro-batches and chunks. By default, casts
 of W are kept while one layer runs. If they are kept until the next update, they take 2 bytes per
@@ -144,9 +144,9 @@ def cast_both(
     """Return two casts with a scale per row: of x (M, K), if row_amax is given, and of x^T (K, M),
     if col_amax is given. The other result is None.
 
-    If a value is larger than the largest value of its row, it becomes NaN. So largest values that
-    belong to another tensor spoil the step, which is noticed. Without NaN, they would only cut off
-    values.
+    If a value is larger than the largest value of its row, it becomes NaN, so that the step is not
+    finite. Otherwise largest values that are too small would cut off values without notice. Those
+    that are too large are not noticed: values lose precision then, or become 0.
 
     On a GPU the rows of x^T are padded with zeros, from M elements to a multiple of 16, because
     tensor cores need it. Both operands of dW, dy^T and a^T, are padded to the same length, and the
@@ -220,39 +220,42 @@ class KnownAmax(NamedTuple):
     to the next as the same tensor, so its largest values reach the next operator, too. But a
     gradient may change on its way: if two operators use gate|up, for example, autograd adds the
     second gradient, and it may add in place. So the largest values hold only as long as the tensor
-    is what it was (`identity`). A sum, a view or a copy is another tensor, and has no such
-    attribute.
+    is what it was (`identity`). A sum or a view is another tensor, and has no such attribute.
 
     PyTorch does not count all changes in place. It does not count those through `x.data`, nor those
-    of a collective such as dist.all_reduce(x). A hook that changes a gradient in this way is an
-    error. If a value has become larger than its row's or its column's largest value, cast_both
-    makes it NaN.
+    of a collective such as dist.all_reduce(x). So a fork's hook must not change a gradient of
+    gate|up in this way. If a value becomes larger than its row's or its column's largest value,
+    cast_both makes it NaN. But if all values of a row become much smaller, nothing notices that
+    they lose precision.
     """
 
     row_amax: Tensor | None  # (M, 1), of the tensor as a matrix (M, K)
     col_amax: Tensor | None  # (K, 1)
     identity: tuple
+    # the tensor's memory. As long as it is held here, no other memory can have its address
+    storage: torch.UntypedStorage
 
 
 def identity_of(x: Tensor) -> tuple:
-    """Return what stays the same as long as a tensor has the same memory, and no operator writes
-    into it: its storage, its layout, and the number of changes in place that PyTorch counts."""
+    """Return what tells two states of a tensor apart: the address of its storage, its layout, and
+    the number of changes in place that PyTorch counts."""
     return x.untyped_storage()._cdata, x.storage_offset(), x.shape, x.stride(), x._version
 
 
 def remember_amax(x: Tensor, row_amax: Tensor | None, col_amax: Tensor | None) -> None:
     """Attach the largest values of x (..., K) to x. row_amax (M, 1), col_amax (K, 1): see
     KnownAmax. Call this when x is complete."""
-    x.known_amax = KnownAmax(row_amax, col_amax, identity_of(x))
+    x.known_amax = KnownAmax(row_amax, col_amax, identity_of(x), x.untyped_storage())
 
 
 def take_amax(
     x: Tensor, of_rows: bool, of_cols: bool
 ) -> tuple[Tensor | None, Tensor | None] | None:
-    """Return what largest_values returns for x (..., K) as a matrix, if this is known, else None.
+    """Return what largest_values returns for x (..., K) as a matrix, if x has the attribute and is
+    unchanged, else None.
 
-    The largest values are taken off x, because the caller may change them: tensor-parallel ranks
-    replace them by the maximum over the ranks.
+    The attribute is removed, because the caller may change the largest values: tensor-parallel
+    ranks replace them by the maximum over the ranks.
     """
     known = getattr(x, "known_amax", None)
     if known is None:
@@ -286,9 +289,10 @@ def swiglu_backward(da: Tensor, gate_up: Tensor) -> tuple[Tensor, Tensor]:
     return a, dgate_up
 
 
-# For a Prologue: a function that returns the same as its `backward`, and attaches largest values to
-# what it returns. It runs in place of `backward` if the matrix trains
-BACKWARD_WITH_AMAX = {ops.SWIGLU: swiglu_backward}
+# backward of a Prologue -> a function that repeats its formulas, and attaches largest values to
+# what it returns. It runs instead if the matrix trains. A fork that gives a Prologue another
+# backward is not in this table, so its own backward runs
+BACKWARD_WITH_AMAX = {ops.swiglu_backward: swiglu_backward}
 
 
 # ---------------------------------------------------------------------------- projections
@@ -411,7 +415,7 @@ class Float8Products(Products):
         if not trains:
             return None, prologue.grads(da, *saved)
 
-        backward = BACKWARD_WITH_AMAX.get(prologue, prologue.backward)
+        backward = BACKWARD_WITH_AMAX.get(prologue.backward, prologue.backward)
         a, *input_grads = backward(da, *saved)
         known = take_amax(a, of_rows=False, of_cols=True)
         a = a.detach().flatten(0, -2)  # it may be a saved tensor, which has a graph

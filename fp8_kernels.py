@@ -5,8 +5,8 @@ and columns. The second writes float8 rows of the matrix, and float8 rows of its
 transposes each tile inside the GPU's shared memory, so that both results are written in long runs
 of bytes. Per element, each kernel reads 2 bytes, and the second one writes 1 byte per result.
 
-The third kernel finds largest values, too, of the tensors that it computes. So the first kernel
-need not read these tensors.
+The third kernel computes SwiGLU's backward, by the formulas of ops.swiglu_backward_into. It also
+finds the largest values of its results, so that the first kernel need not read them.
 
 torch.compile could make such kernels, too. But it writes the transpose in short runs, which is half
 as fast, and it reads the matrix once more.
@@ -129,9 +129,9 @@ def swiglu_backward_kernel(
     gate_up,  # (N, 2F)
     a,  # (N, F)
     dgate_up,  # (N, 2F)
-    a_col_amax,  # (F,), zeros at first, as the two below
-    row_amax,  # (N,), of dgate_up
-    col_amax,  # (2F,), of dgate_up
+    a_col_amax,  # (F,), zeros at first
+    row_amax,  # (N,), of dgate_up, zeros at first
+    col_amax,  # (2F,), of dgate_up, zeros at first
     num_rows,  # N
     num_cols,  # F
     TILES: tl.constexpr,
@@ -139,8 +139,9 @@ def swiglu_backward_kernel(
     TILE_COLS: tl.constexpr,
 ):
     cols = tl.program_id(0).to(tl.int64) * TILE_COLS + tl.arange(0, TILE_COLS)
-    # The largest values of each position of the tiles so far. Finding those of columns means that
-    # warps wait for each other, so this is done once at the end, and not for each tile
+    # These hold the largest value of each position of a tile, over the tiles so far. At the end
+    # they give the largest values of columns. Finding those in each tile would take longer,
+    # because warps would wait for each other
     a_largest = tl.zeros((TILE_ROWS, TILE_COLS), tl.float32)
     dgate_largest = tl.zeros((TILE_ROWS, TILE_COLS), tl.float32)
     dup_largest = tl.zeros((TILE_ROWS, TILE_COLS), tl.float32)

@@ -210,7 +210,11 @@ def swiglu_forward(gate_up):
 @compiled(writes=True)
 def swiglu_backward_into(gate, up, da, dgate, dup, needs_a):
     """Write the gradients of gate and up (N, F). Return a = silu(gate) * up, computed again, or
-    None if nobody needs it."""
+    None if nobody needs it.
+
+    With float8 on a GPU, fp8_kernels.swiglu_backward_kernel runs instead, and repeats these
+    formulas. If you change SwiGLU here, change them there, or take swiglu_backward out of
+    fp8.BACKWARD_WITH_AMAX."""
     wide = accumulation_dtype(da.dtype)
     gate = gate.to(wide)
     up = up.to(wide)

@@ -249,6 +249,14 @@ def move_to_other_memory(grad: torch.Tensor) -> None:
     grad.data = grad * 2
 
 
+def move_three_times(grad: torch.Tensor) -> None:
+    """Let a gradient be other memory. If nothing held the first memory, the last could be at the
+    same address."""
+    grad.data = grad.detach() * 1e-6
+    grad.data = grad.detach().clone()
+    grad.data = grad.detach().clone()
+
+
 def mlp_grads(
     use: Callable = unchanged,
     frozen: str = "",
@@ -319,7 +327,7 @@ def check_known_amax(use: Callable, frozen: str, is_known: bool, device, dtype, 
         times_read += 1  # there SwiGLU's kernel does not read its results again
     assert times_read == (1 if is_known or frozen == "down" else 2)
 
-    patch.setitem(fp8.BACKWARD_WITH_AMAX, ops.SWIGLU, swiglu_backward_without_amax)
+    patch.setitem(fp8.BACKWARD_WITH_AMAX, ops.swiglu_backward, swiglu_backward_without_amax)
     expected = mlp_grads(use, frozen, device=device, dtype=dtype)
     assert not known[2 * 48] and (frozen == "down" or not known[48])
     assert len(grads) == len(expected) and all(map(torch.equal, grads, expected))
@@ -338,6 +346,7 @@ KNOWN_AMAX = [
     (with_hook(double_through_an_alias), "", False),
     (with_hook(lambda grad: 2 * grad), "", False),
     (with_hook(move_to_other_memory), "", False),
+    (with_hook(move_three_times), "", False),
 ]
 
 
@@ -353,6 +362,22 @@ def test_largest_values_are_known_unless_the_gradient_changes(
     Catches scales of a gradient as it was before a second one was added to it.
     """
     check_known_amax(use, frozen, is_known, CPU, dtype, monkeypatch)
+
+
+def test_a_fork_of_swiglu_keeps_its_own_backward(monkeypatch):
+    """If a fork gives SwiGLU another backward, that one runs in float8, too.
+
+    Catches gradients of the original SwiGLU.
+    """
+
+    def halved_backward(da, gate_up, needs_a=True):
+        a, grad = ops.swiglu_backward(da, gate_up, needs_a)
+        return a, grad / 2
+
+    dx, dw_gate_up, dw_down = mlp_grads()
+    monkeypatch.setattr(ops, "SWIGLU", replace(ops.SWIGLU, backward=halved_backward))
+    halved = mlp_grads()
+    assert all(map(torch.equal, halved, (dx / 2, dw_gate_up / 2, dw_down)))
 
 
 def test_largest_values_are_taken_once():
