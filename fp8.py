@@ -289,9 +289,9 @@ def swiglu_backward(da: Tensor, gate_up: Tensor) -> tuple[Tensor, Tensor]:
     return a, dgate_up
 
 
-# backward of a Prologue -> a function that repeats its formulas, and attaches largest values to
-# what it returns. It runs instead if the matrix trains. A fork that gives a Prologue another
-# backward is not in this table, so its own backward runs
+# backward of a Prologue -> a function that computes the same, and attaches largest values to what
+# it returns. If the matrix trains, that function runs instead of the Prologue's backward. If a fork
+# gives a Prologue another backward, this table does not have it, and the fork's backward runs
 BACKWARD_WITH_AMAX = {ops.swiglu_backward: swiglu_backward}
 
 
@@ -357,7 +357,7 @@ class Float8Products(Products):
     ) -> tuple[Tensor | None, Tensor | None]:
         """Return what the function largest_values returns, for whole rows or columns.
 
-        known: what it returns for this rank's x, if a kernel has found this already (take_amax).
+        known: what that function would return for this rank's x, if take_amax has returned it.
 
         shared: other tensor-parallel ranks hold the rest of x's rows, or the rest of its columns if
         only of_cols is True. Then this is a collective of these ranks. It replaces the values of
@@ -419,9 +419,7 @@ class Float8Products(Products):
         a, *input_grads = backward(da, *saved)
         known = take_amax(a, of_rows=False, of_cols=True)
         a = a.detach().flatten(0, -2)  # it may be a saved tensor, which has a graph
-        amax = self.largest_values_of_group(
-            a, of_rows=False, of_cols=True, shared=False, known=known
-        )
+        amax = known or largest_values(a, of_rows=False, of_cols=True)
         _, a8_t = cast_both(a, *amax)
         compute = functools.partial(weight_grad_into, dy8_t, a8_t, dy.dtype)
         return add_weight_grad(matrix, compute), input_grads

@@ -815,8 +815,8 @@ def open_data(cfg: Config, model: ModelConfig) -> tuple[Config, Mixture, Mixture
     ranks."""
     if cfg.special_tokens and not cfg.tokenizer:
         raise ConfigError(
-            "--special-tokens: it is for text that --tokenizer turns into tokens. Drop "
-            "--special-tokens, or pass --tokenizer"
+            "--special-tokens: it says how --tokenizer reads text. Drop --special-tokens, or pass "
+            "--tokenizer"
         )
     sources = all_or_none(parse_mixture, cfg.data)
     paths = [source.path for source in sources]
@@ -1081,7 +1081,7 @@ def print_run(run: Run, plans: list[costs.Plan]) -> None:
 def print_model(run: Run) -> None:
     """Print the model's size and the FLOPs of a token. Add a note if products run in float8, if the
     rotary embedding is too short for --seq, if the head is (or was) tied to the embedding, or if an
-    imported model was trained with dropout."""
+    import's config.json has dropout."""
     cfg, model = run.cfg, run.plan.model
     causal, full = flops_per_token(model, cfg.seq)
     print0(
@@ -1106,7 +1106,7 @@ def print_model(run: Run) -> None:
         )
     if dropout := run.meta["source"].get("attention_dropout"):
         print0(
-            f"The imported model's config.json has attention_dropout {dropout:g}. Here attention "
+            f"The imported model's config.json has attention_dropout {dropout}. Here attention "
             "drops nothing in training"
         )
 

@@ -209,7 +209,8 @@ def test_float8_leaves_out_some_matrices():
 
 
 def unchanged(gate_up: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | float]:
-    """Return what SwiGLU gets, gate|up itself, and what is added to the loss, nothing."""
+    """Return two things: what SwiGLU gets, which is gate|up itself, and what is added to the loss,
+    which is nothing."""
     return gate_up, 0.0
 
 
@@ -268,8 +269,8 @@ def mlp_grads(
 ) -> list[torch.Tensor]:
     """Return the gradients of x, of gate_up and of down in an MLP, y = down(swiglu(gate_up(x))).
 
-    use: gets gate|up, and returns what SwiGLU gets and what is added to the loss. frozen: the
-    matrix that does not train, "gate_up" or "down". spoil: gets x and dy, and changes them.
+    use: a function of gate|up such as `unchanged`. frozen: the matrix that does not train,
+    "gate_up" or "down". spoil: a function that changes x and dy in place.
     """
     rng = torch.Generator().manual_seed(0)
 
@@ -384,7 +385,8 @@ def test_largest_values_are_taken_once():
     """The largest values of a tensor can be taken only once, and only if all that are asked for
     are there.
 
-    Catches maxima over tensor-parallel ranks that a second matrix takes for those of one rank.
+    Catches a second matrix that gets the maxima over all tensor-parallel ranks, where it asks for
+    those of its own rank.
     """
     x, row_amax, col_amax = torch.ones(3, 2), torch.ones(3, 1), torch.ones(2, 1)
     assert fp8.take_amax(x, True, True) is None
@@ -734,7 +736,7 @@ def test_gpu_values_that_are_not_finite(value):
 @parametrize("shape", [(1000, 14336), (8192, 1024), (1, 16), (17, 48), (129, 80), (64, 64)])
 def test_gpu_swiglu_backward_equals_the_compiled_one(shape):
     """The kernel of fp8_kernels.py for SwiGLU's backward is as exact as the one that PyTorch
-    compiles. Its largest values are exactly those of the tensors that it writes.
+    compiles. The largest values that it returns are exactly those of the tensors that it writes.
 
     Catches a tile that reads or writes beyond the matrix, and largest values of numbers that are
     not rounded to bf16 yet.
@@ -783,7 +785,7 @@ def test_gpu_swiglu_backward_that_is_not_finite(value):
             for mine, theirs in zip(fp8.swiglu_backward(da, gate_up), compiled):
                 assert torch.equal(mine.isnan(), theirs.isnan())
                 assert torch.equal(mine.isinf(), theirs.isinf())
-                row_amax, col_amax, _ = mine.known_amax
+                row_amax, col_amax = mine.known_amax[:2]
                 for cast in fp8.cast_both(mine, row_amax, col_amax):
                     if cast is not None:
                         is_rows = cast.values.shape == mine.shape
