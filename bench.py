@@ -971,7 +971,7 @@ def parallelism_tables(
             ],
             flags=data_parallel,
             variants=[batches[0], batches[3]],
-            takes="rows model nodes",
+            takes="rows model seq nodes",
             min_ranks=2,
         ),
         "overlap": Table(
