@@ -143,6 +143,15 @@ def num_gpus(row: dict) -> int:
     return int(count[1]) if count else 1
 
 
+def num_nodes(row: dict) -> int:
+    """Return into how many nodes a row's command split the machine (--nodes)."""
+    said = re.search(r"(?<=--nodes )\d+", row["command"]) or re.search(
+        r"(?<=nodes=)\d+",
+        row["label"],  # older rows say it in their label
+    )
+    return int(said[0]) if said else 1
+
+
 def gpu_of(row: dict) -> str:
     return re.search("H[12]00", row["hardware"])[0]
 
@@ -181,9 +190,10 @@ PEER_WORDS = {  # word of a peer's label -> what it says
 OUR_WORDS = (  # what a label of ours says -> in words. What the plan says, too, is left out
     (r"^ours,? ?|,? ?ring \d|,? ?nodes=1|,? ?trace$|,? ?M=\d+", ""),
     (r"^as planned$|^(data|mtp|msp|fsp|plain pipeline|pipeline|interleaved)$", ""),
+    (r"^(os|g and os|all|by heads|by context)$", ""),
     (r"^states on the (host|GPU)$", r"optimizer states kept on the \1 by hand"),
     (r"^(states on the host|updated) in the open$", "the host's update is exposed"),
-    (r"nodes=2", "2 nodes, which sockets connect"),
+    (r",? ?nodes=2", ""),
     (r"\bspread\b", "param_broadcast"),  # the streams' names in older rows
     (r"\breduce\b", "grad_reduce"),
     (r"^none$", "no overlaps"),
@@ -211,6 +221,8 @@ def what_ran(row: dict) -> str:
     for pattern, words in OUR_WORDS:
         label = re.sub(pattern, words, label)
     texts = [label] if label else []
+    if (nodes := num_nodes(row)) > 1:
+        texts.append(f"{nodes} nodes, which sockets connect")
     texts += plan_texts(row, factors)
     if row.get("warm_up"):
         texts.append(f"warmed up by {row['warm_up']}")
@@ -763,14 +775,13 @@ def plan_of(row: dict) -> Plan:
         "keeps_casts",
     )
     model = MODELS[row["model"]]
-    nodes = int(re.search(r"(?<=nodes=)\d|$", row["label"])[0] or 1)
     update_overlaps = "open" not in row["label"]  # the label says if the host's update does not
     activations = row["activations"]
     plan = Plan(
         model,
         torch.bfloat16,
         row["gpus"],
-        row["gpus"] // nodes,
+        row["gpus"] // num_nodes(row),
         overlap=tuple(x for x in OVERLAP_CHOICES if x != "host_update" or update_overlaps),
         recompute="none" if row["recompute"] == "none" else "auto",
         factors=Factors(row["p"], row["g"], row["os"]),
@@ -786,10 +797,9 @@ def plan_of(row: dict) -> Plan:
 
 def kind_of(row: dict, plan: Plan, profile: Profile, kernel: str) -> str:
     """Return which of pictures.MARKERS a row is: what was known when it was predicted."""
-    across_nodes = plan.ranks > plan.per_node
     assumed_network = plan.ranks > 1 and "collectives" in profile.sources
     other_kernel = kernel not in ("auto", nearest_kernel(profile, kernel))
-    if across_nodes or assumed_network or other_kernel:
+    if assumed_network or other_kernel:
         return pictures.ELSEWHERE
     return "held out" if row.get("held_out") else "seen before"
 
@@ -799,12 +809,13 @@ def predicted_rows() -> tuple[dict, ...]:
     """Return the measured rows whose plan is known, and what the planner predicts for them now.
 
     Rows with states on the host are left out if the host then kept more bytes than it does now:
-    they copied more, and ran another program than the one that is predicted.
+    they copied more, and ran another program than the one that is predicted. Rows whose GPUs act as
+    several nodes are left out, too: no profile has the rate of sockets inside a machine.
     """
     rows = []
     for row in read_rows():
         plan_is_known = row.get("predicted_s") and row["step_s"]
-        if not plan_is_known or may_be_too_short(row):
+        if not plan_is_known or may_be_too_short(row) or num_nodes(row) > 1:
             continue
         plan = plan_of(row)
         # a CUDA graph needs no launches of kernels, which predictions count
