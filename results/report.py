@@ -26,6 +26,7 @@ import functools
 import json
 import re
 import shlex
+import statistics
 import sys
 import textwrap
 from collections.abc import Callable
@@ -857,7 +858,7 @@ def errors() -> str:
             {
                 "rows": kind,
                 "how many": str(len(found)),
-                "error of the step time, median": f"{found[len(found) // 2]:.1%}",
+                "error of the step time, median": f"{statistics.median(found):.1%}",
                 "worst": f"{found[-1]:.1%}",
             }
         )
@@ -920,14 +921,14 @@ def answer(topic: str) -> str:
     longest = longest_row()
     sentences = {
         "speed": f"In {len(ratios)} comparisons, the fastest peer takes {ratios[0]:.2f} to "
-        f"{ratios[-1]:.2f} times as long as this project, {ratios[len(ratios) // 2]:.2f} times in "
+        f"{ratios[-1]:.2f} times as long as this project, {statistics.median(ratios):.2f} times in "
         "the median.",
         "length": f"{num_gpus(longest)} {gpu_of(longest)}s have run a step of LLaMA-7B on "
         f"{longest['seq']:,} tokens, in {longest['step_s']:.0f} s.",
         "communication": f"In a profiled step of four GPUs, at most {exposed:.0%} of it is "
         "exposed.",
         "predictions": f"For {len(held)} settings that were chosen before they were measured, the "
-        f"planner's seconds are {held[len(held) // 2]:.1%} off in the median, and {held[-1]:.1%} "
+        f"planner's seconds are {statistics.median(held):.1%} off in the median, and {held[-1]:.1%} "
         "at worst.",
         "memory": f"The tensors of a step of 7B with {tokens_text(planned['seq'])} tokens take "
         f"{planned['planned_peak_gib']:.1f} GiB at planned addresses, where the lower bound is "
