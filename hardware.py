@@ -230,7 +230,9 @@ BASE = "NVIDIA H200"  # profiles of other GPUs are scaled from its profile
 
 
 def find_sheet(device_name: str) -> Sheet | None:
-    """Return a device's row of SHEETS, or None."""
+    """Return a device's row of SHEETS, or None. A MIG slice is a part of a GPU, so it has none."""
+    if re.search(r"\bMIG\b", device_name):
+        return None
     for name, sheet in SHEETS.items():
         if re.search(rf"\b({name})\b", device_name, re.IGNORECASE):
             return sheet

@@ -431,15 +431,8 @@ class Machine:
         work: two functions, which launch computation and communication. Each function is first
         timed by itself. Then both run at the same time, on two streams. Each stream gets 48 batches
         of calls. The number of calls per batch is such that a batch, by itself, takes about the
-        same time on both streams. Only the middle third is timed, because then both streams
-        certainly have work:
-
-            batch          0 ........ 15 | 16 ........ 31 | 32 ........ 47
-            computation    warms up      | timed          | slows down the other stream
-            communication  warms up      | timed          | slows down the other stream
-
-        CUDA events are recorded before batches 16 and 32. A factor is the time between the two
-        events, divided by the time that 16 batches take by themselves. It is at least 1, and the
+        same time on both streams. CUDA events are recorded before each batch and after the last
+        one, and slow_down_factors computes the factors from them. A result is at least 1, and the
         largest one of all ranks.
         """
         streams = torch.cuda.current_stream(), CommStream(self.device).stream
@@ -448,23 +441,50 @@ class Machine:
         batch_seconds = max(self.seconds / 8, *alone)
         calls = [math.ceil(batch_seconds / seconds) for seconds in alone]  # per batch
 
-        batches, begin, end = 48, 16, 32
-        events = {begin: [], end: []}  # batch -> one event per stream
+        batches = 48
+        events = [], []  # of each stream: before each batch, and after the last one
         # the streams get their batches alternately, so that the host stays ahead of both
-        for batch in range(batches):
-            for stream, fn, count in zip(streams, work, calls):
+        for batch in range(batches + 1):
+            for stream, fn, count, its_events in zip(streams, work, calls, events):
                 with torch.cuda.stream(stream):
-                    if batch in events:
-                        event = torch.cuda.Event(enable_timing=True)
-                        event.record()
-                        events[batch].append(event)
-                    for _ in range(count):
+                    event = torch.cuda.Event(enable_timing=True)
+                    event.record()
+                    its_events.append(event)
+                    for _ in range(count if batch < batches else 0):
                         fn()
         torch.cuda.synchronize()
 
-        factors = []
-        for first, last, count, seconds in zip(events[begin], events[end], calls, alone):
-            together = first.elapsed_time(last) / 1e3  # seconds of the timed batches
-            by_itself = (end - begin) * count * seconds
-            factors.append(max(1.0, *gather_objects(together / by_itself)))
-        return factors
+        first = events[0][0]
+        begins = [[first.elapsed_time(event) / 1e3 for event in each] for each in events]
+        batch_alone = [count * seconds for count, seconds in zip(calls, alone)]
+        factors = slow_down_factors(begins, batch_alone)
+        return [max(1.0, *gather_objects(factor)) for factor in factors]
+
+
+def slow_down_factors(begins: Sequence[list[float]], alone: Sequence[float]) -> list[float]:
+    """Return by what factor the batches of each of two streams took longer while both had work.
+
+    begins: for each stream, the seconds at which its batches began, and at which the last one
+    ended. alone: the seconds that one of its batches takes by itself.
+
+    Only the time counts in which both streams certainly have work. It begins when both have done
+    four batches to warm up, and ends when the first of them has done all. A batch that is done
+    partly in this time counts partly. Example: computation is not slowed down, and communication
+    takes twice as long:
+
+        seconds          0 ........ 4 ........ 8 ................... 48 .................. 72
+        computation      batch 0 to 3 | 4 to 7 | 8 to 47              | done
+        communication    batch 0, 1   | 2, 3   | 4 to 23              | 24 to 47, alone
+                                               | this time counts     |
+
+    In these 40 seconds computation does 40 batches, and communication 20.
+    """
+    warm_up = 4
+    first = max(times[warm_up] for times in begins)
+    last = min(times[-1] for times in begins)
+    assert first < last, f"the streams did not run at the same time: {begins}"
+    factors = []
+    for times, seconds in zip(begins, alone):
+        done_first, done_last = np.interp([first, last], times, range(len(times)))
+        factors.append((last - first) / ((done_last - done_first) * seconds))
+    return factors

@@ -226,6 +226,44 @@ def test_profiles_are_measured_by_all_ranks():
     on_ranks(2, measured_profile_worker)
 
 
+def batches_of_two_streams(slower: list[float], batches: int = 48) -> list[list[float]]:
+    """Return when the batches of two streams begin, and when the last ones end. A batch takes one
+    second by itself, and slower[i] seconds on stream i while the other stream has work."""
+    begins = [0.0], [0.0]
+    now, done = 0.0, [0.0, 0.0]
+    while min(done) < batches:
+        both_work = max(done) < batches
+        rates = [1 / factor if both_work else 1.0 for factor in slower]
+        left = [(math.floor(d) + 1 - d) / r for d, r in zip(done, rates)]  # seconds until one ends
+        step = min(s for s, d in zip(left, done) if d < batches)
+        now += step
+        for i in range(2):
+            if done[i] < batches:
+                ends = left[i] <= step + 1e-9
+                done[i] = math.floor(done[i]) + 1 if ends else done[i] + step * rates[i]
+                if ends:
+                    begins[i].append(now)
+    return list(begins)
+
+
+@parametrize("slower", [[1, 1], [1.2, 1.4], [1, 1.7], [1, 2.5], [1, 3], [1.1, 4], [6, 1]])
+def test_profile_measures_how_much_two_streams_slow_each_other_down(slower):
+    """Whichever stream is slowed down, and by how much, the factors are those of the simulation.
+
+    Catches a window in which only one stream still has work: it would make a large factor small.
+    """
+    begins = batches_of_two_streams(slower)
+    # when the faster stream ends, the slower one is in the middle of a batch
+    assert measure.slow_down_factors(begins, [1.0, 1.0]) == approx(slower, rel=0.04)
+
+
+def test_a_part_of_a_gpu_has_no_data_sheet():
+    """A MIG slice is not taken for the whole GPU. Catches an MFU that is several times too low."""
+    assert hardware.peak_flops("NVIDIA H100 80GB HBM3") == 989.4e12
+    assert hardware.peak_flops("NVIDIA H100 80GB HBM3 MIG 1g.10gb") is None
+    assert hardware.peak_flops("NVIDIA A100-SXM4-80GB MIG 3g.40gb") is None
+
+
 def test_profile_of_a_gpu_without_float8_has_no_rates_of_it(monkeypatch):
     """An H200's rates of float8 products are scaled for an H20, which has float8, and left out for
     an A100, which has none.
