@@ -1401,7 +1401,8 @@ def measure_table(bench: Bench, args: argparse.Namespace) -> None:
         print0(f"{label:<34}" + "".join(f"{cell:>16}" for cell in cells))
     print0(f"{'stopped; the rows so far are' if stopped else 'written'} in {bench.file}")
     if args.table == "plans":
-        print0(order_in_words(bench.rows))
+        for line in orders_in_words(bench.rows):
+            print0(line)
     if args.table == "machine":
         print0(MACHINE_LEGEND)
         for row in bench.rows:
@@ -1410,6 +1411,14 @@ def measure_table(bench: Bench, args: argparse.Namespace) -> None:
         print0(json.dumps({"file": str(bench.file), "rows": bench.rows}))
     if stopped:  # at once: in a collective, other ranks may wait for this one
         os._exit(130)
+
+
+def orders_in_words(rows: list[dict]) -> list[str]:
+    """Return a line for each length of a sequence: its tokens, and order_in_words of its rows."""
+    lines = []
+    for seq, of_length in itertools.groupby(rows, lambda row: row["seq"]):
+        lines.append(f"{seq:,} tokens: {order_in_words(list(of_length))}")
+    return lines
 
 
 def order_in_words(rows: list[dict]) -> str:

@@ -365,6 +365,22 @@ def test_bench_compares_the_order_of_plans():
     assert "2 plans are too few" in bench.order_in_words(rows[:2])
 
 
+def test_bench_compares_plans_of_the_same_length():
+    """With several lengths, each has a rank correlation of its own.
+
+    Within each length the order is exactly reversed. Catches one correlation over all rows, which
+    would be 0.52 here.
+    """
+    rows = [
+        {"seq": seq, "predicted_s": i * seq, "step_s": (5 - i) * seq}
+        for seq in (1024, 4096)
+        for i in range(1, 5)
+    ]
+    lines = bench.orders_in_words(rows)
+    for line, seq in zip(lines, ("1,024", "4,096"), strict=True):
+        assert line.startswith(f"{seq} tokens: ") and "over 4 plans: -1.00" in line
+
+
 @parametrize("word, recomputed", [("half", 2), ("three-quarters", 3), ("full", 4)])
 def test_bench_recomputes_as_many_layers_as_a_label_says(word, recomputed):
     """Of four layers of a peer, half recompute two, three-quarters three, and full four.
