@@ -130,6 +130,9 @@ def tokens_of(folder: Path, end_token: int, add_special_tokens: bool) -> Vocabul
     Each end token that the folder names ends a text, and so does end_token (-1: none).
     add_special_tokens: whether a prompt begins with the special tokens that the tokenizer puts
     before a text, such as <s>. prepare.py and train.py do not put them before documents.
+
+    If a prompt spells a special token, it becomes that token, as a prompt for a chat needs it. In
+    training this is so only with --chat or --special-tokens. Otherwise training reads it as text.
     """
     if not folder.is_dir():
         raise ValueError(
@@ -324,7 +327,10 @@ def make_parser() -> argparse.ArgumentParser:
         "Hugging Face model (DIR or hf:DIR). (out)",
     )
     parser.add_argument(
-        "--prompt", default="\n", help="Text that the model continues. The default is a new line."
+        "--prompt",
+        default="\n",
+        help="Text that the model continues. If it spells a special token of the tokenizer, it "
+        "becomes that token. The default is a new line.",
     )
     parser.add_argument(
         "--tokens",

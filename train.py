@@ -275,8 +275,8 @@ class Config(Constraints):
     stop_after: str = flag(
         "", "Time after which the run has to be over, such as 3h55m, 90m, 1d2h or 45s, or a number "
         "of seconds. It counts from the start of the process, or under torchrun from the start of "
-        "torchrun. The run saves and ends before a step that might not fit into the time. A "
-        "resumed run does not inherit this flag.")
+        "torchrun. The run saves and ends before a step or an export that might not fit into the "
+        "time. A resumed run does not inherit this flag.")
     out: str = flag(
         "out", "Folder for checkpoints, log.jsonl and loss.png, which draws the loss by step and "
         "by position.", group="files and checkpoints")
@@ -666,13 +666,14 @@ def extend_positions(
         elif kind:
             may_differ.add("rope_scaling")
         checkpoint.check_same_model(resumed, model, may_differ)
-        needed = resumed.meta["model"]["max_positions"]  # the run may have had a longer --seq
-    elif source and kind != "theta":
-        needed = 0  # an imported model supports more positions only if --rope-scaling says so
+    # a resumed run may have had a longer --seq before
+    earlier = resumed.meta["model"]["max_positions"] if resumed else 0
+    if source and kind != "theta":
+        needed = earlier  # an import supports more positions only if --rope-scaling says so
     elif rope_kind(model.rope_scaling) == "yarn":
-        needed = 0  # with YaRN, max_positions is always factor * original length, also in an export
+        needed = earlier  # with YaRN, max_positions is factor * original length, also in an export
     else:
-        needed = cfg.seq
+        needed = max(earlier, cfg.seq)
     return replace(model, max_positions=max(model.max_positions, needed))
 
 
@@ -1551,6 +1552,9 @@ class Batch:
     documents: Sequence[Documents | None] = (None,)
     # mean of 2k - 1 over the tokens of all ranks, if a token attends to k keys (valid_label_scale)
     keys_seen: Tensor | None = None
+    # 0 if all labels of all ranks are IGNORE. Then the loss and the gradients are 0. Such a step
+    # updates the weights nevertheless, by weight decay and by what the moments hold
+    valid_labels: Tensor | None = None
     read_error: str = ""  # why this rank could not read all of its sequences
 
     def micro_batches(self) -> Iterable[tuple]:
@@ -1684,7 +1688,7 @@ def load_batch(run: Run, first: int, read: Callable | None = None, count: int = 
     positions, documents = sp_tokens[None], [None]
     if run.cfg.document_token >= 0:
         positions, documents = document_positions(run, windows, sp_tokens)
-    scale, keys_seen = valid_label_scale(run, labels, positions)
+    scale, keys_seen, valid_labels = valid_label_scale(run, labels, positions)
 
     # Tokens and labels go to the device in one copy, (1 + ahead, M, B, n). A blank token is IGNORE,
     # which is negative and has no embedding. So it becomes token 0, whose labels are IGNORE
@@ -1693,7 +1697,7 @@ def load_batch(run: Run, first: int, read: Callable | None = None, count: int = 
     tokens, *labels = to_device(both, run)
     labels = torch.stack(labels, -1) if ahead > 1 else labels[0]
     positions = to_device(positions, run)
-    return Batch(tokens, labels, positions, scale, documents, keys_seen, read_error)
+    return Batch(tokens, labels, positions, scale, documents, keys_seen, valid_labels, read_error)
 
 
 def read_windows(run: Run, numbers: range, read: Callable) -> tuple[Tensor, Tensor, str]:
@@ -1774,22 +1778,22 @@ def document_positions(
     return positions, documents
 
 
-def valid_label_scale(run: Run, labels: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """Return 1 / number of valid labels, summed over ranks (Batch.scale), and keys_seen, which
-    flops_per_token needs.
+def valid_label_scale(run: Run, labels: Tensor, positions: Tensor) -> tuple[Tensor, ...]:
+    """Return 1 / number of valid labels, summed over ranks (Batch.scale), keys_seen, which
+    flops_per_token needs, and the number of valid labels itself.
 
     keys_seen is the mean over all tokens of 2k - 1, where k is the number of keys that a token
     attends to. At position i this is k = i + 1, so 2k - 1 = 2i + 1. Example: in a sequence of 4
     tokens without documents, the mean of 1, 3, 5, 7 is 4, the length.
 
-    Both are tensors on the device. A collective of all ranks.
+    All are tensors on the device. A collective of all ranks.
     """
     valid = (labels[..., 0] != IGNORE).sum()
     keys_seen = (1 + 2 * positions.double().mean()) / run.plan.ranks
     sums = to_device(torch.stack([valid, keys_seen]), run)
     dist.all_reduce(sums)
-    all_valid = sums[0].clamp(min=1)  # a batch may have no valid label
-    return 1 / all_valid.to(accumulation_dtype(run.plan.dtype)), sums[1]
+    at_least_1 = sums[0].clamp(min=1)  # a batch may have no valid label
+    return 1 / at_least_1.to(accumulation_dtype(run.plan.dtype)), sums[1], sums[0]
 
 
 def select_tp_tokens(run: Run, x: Tensor) -> Tensor:
@@ -1812,8 +1816,8 @@ def to_device(tensor: Tensor, run: Run) -> Tensor:
 # one, which is larger than all numbers of signals
 TIME_IS_UP = 1000.0
 RECENT_STEPS = 10  # the next step is expected to take as long as the longest of these last steps
-# Until a save has been timed, a rank is assumed to save this many bytes per second. The number is
-# low, because many ranks may share the storage
+# Until a save or an export has been timed, a rank is assumed to write this many bytes per second.
+# The number is low, because many ranks may share the storage
 SAVE_RATE = 200e6
 
 
@@ -1833,21 +1837,31 @@ class Stop:
         self.limit = math.inf  # seconds since the process started
         self.step_seconds = deque(maxlen=RECENT_STEPS)
         self.save_seconds = 0.0  # an estimate, used until a save has been timed (saver.seconds)
+        self.export_seconds = 0.0  # of the last export; until one has been timed, an estimate
         self.next_seconds = None  # what the last request expected (see request)
         self.reason = ""  # the request that the ranks have agreed on, as text; "": go on
+        self.time_is_up = False  # whether this request was TIME_IS_UP
         if run.cfg.stop_after:
             self.limit = duration(run.cfg.stop_after)
             if run.cfg.save_every >= 0:
                 parts = states.state_parts().values()
                 saved_bytes = sum(part.nbytes for part in parts if part.saved_here)
                 self.save_seconds = saved_bytes / SAVE_RATE
+            if run.cfg.export:
+                exported_bytes = sum(param_counts(run.plan.model)) * run.plan.dtype.itemsize
+                self.export_seconds = exported_bytes / SAVE_RATE
 
-    def request(self, next_seconds: float | None = None) -> float:
+    def request(self, next_seconds: float | None = None, exports: bool = False) -> float:
         """Return this rank's request: the number of a signal, TIME_IS_UP, or 0.0 to go on.
 
-        next_seconds: how long the run will work until it asks again; None: for one step. Time is up
-        if this work and a save would end after --stop-after.
+        next_seconds: how long the run will work until it asks again, without saves and exports;
+        None: for one step. exports: whether it will export until then. Time is up if this work and
+        a save would end after --stop-after.
         """
+        if next_seconds is None:
+            next_seconds = max(self.step_seconds, default=0.0)
+        if exports:
+            next_seconds += self.export_seconds
         self.next_seconds = next_seconds
         if self.signals.number:
             return float(self.signals.number)
@@ -1855,17 +1869,16 @@ class Stop:
             return TIME_IS_UP
         return 0.0
 
-    def time_needed(self, next_seconds: float | None = None) -> float:
+    def time_needed(self, next_seconds: float) -> float:
         """Return the seconds that the work until the next request, and the save after it, may take.
-        next_seconds: as in request."""
-        if next_seconds is None:
-            next_seconds = max(self.step_seconds, default=0.0)
+        next_seconds: the seconds without the save."""
         saves = 2 if self.saver.writing else 1  # with --save-async, the previous one must end first
         return next_seconds + saves * (self.saver.seconds or self.save_seconds)
 
     def agree_on(self, request: float) -> str:
         """Note the largest request of all ranks, and return the reason to stop, or ""."""
-        if request == TIME_IS_UP:
+        self.time_is_up = request == TIME_IS_UP
+        if self.time_is_up:
             passed = timedelta(seconds=round(process_seconds()))
             needed = timedelta(seconds=math.ceil(self.time_needed(self.next_seconds)))
             self.reason = (
@@ -1876,10 +1889,10 @@ class Stop:
             self.reason = f"stopped by {signal.Signals(int(request)).name}"
         return self.reason
 
-    def ask_all(self) -> str:
-        """Ask all ranks whether to stop before the next step, and return the reason, or "". A
-        collective of all ranks."""
-        request = torch.tensor(self.request())
+    def ask_all(self, next_seconds: float | None = None, exports: bool = False) -> str:
+        """Ask all ranks whether to stop before the next step, or before other work (see request),
+        and return the reason, or "". A collective of all ranks."""
+        request = torch.tensor(self.request(next_seconds, exports))
         dist.all_reduce(request, dist.ReduceOp.MAX)
         return self.agree_on(request.item())
 
@@ -2067,21 +2080,22 @@ def finish_step(
     next_batch: Batch,
     started: float,
     last: bool,
+    exports: bool,
 ) -> dict[str, float]:
     """Wait for a step, and return its statistics, equal on all ranks.
 
     Each rank makes its request to stop after this wait. So a signal that came during the step ends
     the run now, and not after the next step.
 
-    started: the time at which the step began. last: whether it is the last step of the run. A
-    collective of all ranks.
+    started: the time at which the step began. last: whether it is the last step of the run.
+    exports: whether the run exports before the next step. A collective of all ranks.
     """
     row = wait_for_step(step_stats)
     stop.step_seconds.append(time.perf_counter() - started)
     return row | largest_of_ranks(
         run.device,
         {
-            "stop": stop.request(0.0 if last else None),
+            "stop": stop.request(0.0 if last else None, exports),
             "writing": stop.saver.writing,  # whether this rank still writes a checkpoint
             "read_failed": bool(next_batch.read_error),
             "gpu_gib": gpu_peak_gib(),
@@ -2106,8 +2120,10 @@ def log_step(run: Run, log: TextIO, row: dict, unsaved: str) -> None:
     or export was not written, or ""."""
     step, steps, seconds = row["step"], run.cfg.steps, row["seconds"]
     row |= run.plan.rates(seconds, run.hardware.profile.peak_flops, row["keys_seen"])
+    if row.pop("valid_labels") == 0:
+        row["loss"] = None
     parts = [
-        f"step {step}/{steps} loss {row['loss']:.4f} grad {row['grad_norm']:.3f}",
+        f"step {step}/{steps} loss {loss_text(row['loss'])} grad {row['grad_norm']:.3f}",
         f"lr {row['lr']:.2e} TGS {row['tgs']:,.0f}",
     ]
     if row["mfu_full"]:
@@ -2123,12 +2139,15 @@ def log_step(run: Run, log: TextIO, row: dict, unsaved: str) -> None:
     log_row(log, row, *parts)
 
 
+def loss_text(loss: float | None) -> str:
+    """Return a loss as the run prints it. None: there was no label to predict."""
+    return "none (all labels are ignored)" if loss is None else f"{loss:.4f}"
+
+
 def log_row(log: TextIO, row: dict, *parts: str) -> None:
     """Print a line of these parts, with the evaluation if the row has one, and write the row."""
     if "val_loss" in row:
-        loss = row["val_loss"]
-        text = "none (all labels are ignored)" if loss is None else f"{loss:.4f}"
-        parts = (*parts, f"val_loss {text}")
+        parts = (*parts, f"val_loss {loss_text(row['val_loss'])}")
     print0(*parts)
 
     # JSON has no numbers that are not finite: they become null
@@ -2266,15 +2285,18 @@ def begin_loop(
     return batch
 
 
-def save_and_export(run: Run, states: States, saver: checkpoint.Saver, state: LoopState) -> None:
+def save_and_export(run: Run, states: States, stop: Stop, state: LoopState) -> None:
     """Begin to save the step that is done, and export it if the run goes on. A collective of all
     ranks."""
+    saver = stop.saver
     begin_save(run, saver, state)
     if run.cfg.export and state.step < run.cfg.steps and not state.stop_reason:
         # Complete the checkpoint first, also with --save-async. If the run is then killed during
         # the export, it resumes from this step, and may replace this step's export
         saver.finish()
+        began = time.perf_counter()
         state.export_failed = export(run, states, state.step, saver.group)
+        stop.export_seconds = time.perf_counter() - began
 
 
 def end_loop(run: Run, states: States, stop: Stop, log: TextIO, state: LoopState) -> str:
@@ -2289,7 +2311,11 @@ def end_loop(run: Run, states: States, stop: Stop, log: TextIO, state: LoopState
         saver.finish()
     drawn = close_log(run, log, draw=not stop.reason)
     if cfg.export and state.step >= cfg.steps and state.skips_in_a_row < MAX_SKIPS:
-        state.export_failed = export(run, states, state.step, saver.group)
+        reason = stop.ask_all(0.0, exports=True)
+        if stop.time_is_up:
+            print0(f"{reason}. So nothing was exported. The same command with --resume exports")
+        else:
+            state.export_failed = export(run, states, state.step, saver.group)
     failure = state.failure or saver.failed or state.export_failed
     if not failure and state.step > run.start_step:
         print0(closing_advice(run, state, drawn))
@@ -2339,6 +2365,7 @@ def train(
             "grad_norm": grad_norm,
             "finite": finite,
             "keys_seen": batch.keys_seen,
+            "valid_labels": batch.valid_labels,
         }
 
         # next batch: read while the GPU works on the step
@@ -2346,7 +2373,8 @@ def train(
             batch = load_batch(run, state.samples)
 
         # statistics: here the host waits for the step
-        row = finish_step(run, stop, step_stats, batch, started, last)
+        exports = bool(cfg.export) and saves and not last
+        row = finish_step(run, stop, step_stats, batch, started, last, exports)
         if not row["finite"]:
             states.check_uses()  # a matrix that was not used once per pass makes a step not finite
         row |= {"step": state.step, "lr": lr, "seconds": time.perf_counter() - started}
@@ -2376,7 +2404,7 @@ def train(
 
         # save
         if saves:
-            save_and_export(run, states, saver, state)
+            save_and_export(run, states, stop, state)
         if (evaluates or saves) and not (last or state.stop_reason):
             state.stop_reason = stop.ask_all()  # because evaluating and saving may take minutes
 

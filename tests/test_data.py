@@ -613,7 +613,21 @@ def test_data_of_no_labels_have_a_finite_loss(tmp_path, group):
     plan = costs.Plan(m.MODELS["tiny"], torch.float32, 1, 1, 8, batch=2)
     run = train.Run(train.Config(), 0, torch.device("cpu"), "cpu", plan, training=sequences)
     batch = train.load_batch(replace(run, cfg=replace(run.cfg, document_token=-1)), 0)
-    assert (batch.labels == m.IGNORE).all() and batch.scale == 1
+    assert (batch.labels == m.IGNORE).all() and batch.scale == 1 and batch.valid_labels == 0
+
+
+def test_step_without_labels_logs_no_loss(tmp_path, capsys):
+    """The log has no loss of a step in which no label counts, and the run goes on.
+
+    Catches a loss of 0 in the log, which makes a mean over steps too low.
+    """
+    mask = np.arange(4000) < 1300  # most sequences have no label
+    path = write_ids(tmp_path / "ids.bin", np.arange(4000) % 200, mask=mask)
+    main(f"--data {path} --seq 32 --batch 1 --steps 8 --eval-every -1 --out {tmp_path}/o")
+    found = [row["loss"] for row in read_log(tmp_path / "o")]
+    assert None in found and any(found) and 0 not in found
+    text = capsys.readouterr().out
+    assert text.count("loss none (all labels are ignored) grad 0.000") == found.count(None)
 
 
 def test_data_many_documents_are_fast(tmp_path, group):

@@ -13,9 +13,10 @@ from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
-from pytest import raises
+from pytest import approx, raises
 from torch.distributed.elastic.utils.distributed import get_free_port
 
+import model as m
 import train
 from helpers import on_file_event, saved_steps, uninterrupted_losses
 from ranks import STOP_SIGNALS, StopSignal, stop_signals
@@ -337,7 +338,8 @@ def test_stop_after_counts_a_step_and_the_save(monkeypatch):
     signals = StopSignal()
 
     def make(rank=0, **flags):
-        run = SimpleNamespace(cfg=train.Config(**flags), rank=rank)
+        plan = SimpleNamespace(model=m.MODELS["tiny"], dtype=torch.float32)
+        run = SimpleNamespace(cfg=train.Config(**flags), rank=rank, plan=plan)
         return train.Stop(run, signals, saver, states)
 
     stop, other_rank, no_limit = make(stop_after="100s"), make(1, stop_after="100s"), make()
@@ -365,6 +367,14 @@ def test_stop_after_counts_a_step_and_the_save(monkeypatch):
     assert_stops_after(100 - 20 - 10)  # the time of the last save is known now
     saver.writing = True
     assert_stops_after(100 - 20 - 20 - 10)  # the save that is under way has to end first
+
+    # before the first export, its seconds are estimated from its bytes
+    exports = make(stop_after="100s", export="folder")
+    assert exports.export_seconds == approx(4 * m.param_count(m.MODELS["tiny"]) / train.SAVE_RATE)
+    exports.export_seconds = 15.0
+    for at, request in ((100 - 40 - 15, 0), (101 - 40 - 15, time_is_up)):
+        now[0] = at
+        assert exports.request(0.0, exports=True) == request and exports.request(0.0) == 0
 
     signals.number = int(signal.SIGUSR1)
     assert requests(0) == 4 * [signal.SIGUSR1]
@@ -410,6 +420,23 @@ def test_stop_after_before_the_first_step(tmp_path, capsys):
     main(f"--steps 3 --resume auto --out {tmp_path}")
     main(f"--steps 5 --resume auto --stop-after 1s --out {tmp_path}")
     assert saved_steps(tmp_path) == [3] and len(losses(tmp_path)) == 3
+
+
+def test_stop_after_leaves_out_the_last_export(tmp_path, capsys, monkeypatch):
+    """If no time is left for the export at the end of a run, the run says so, and the same command
+    with --resume exports.
+
+    Catches an export that a scheduler kills.
+    """
+    flags = f"--steps 1 --out {tmp_path}/o --export {tmp_path}/e"
+    monkeypatch.setattr(train.Stop, "time_needed", lambda self, seconds: seconds)
+    monkeypatch.setattr(train, "SAVE_RATE", 1.0)  # so the export is expected to take long
+    main(f"{flags} --stop-after 1d")
+    said = capsys.readouterr().out
+    assert "nothing was exported. The same command with --resume exports" in said
+    assert saved_steps(tmp_path / "o") == [1] and not (tmp_path / "e" / "config.json").exists()
+    main(f"{flags} --resume")
+    assert (tmp_path / "e" / "config.json").exists()
 
 
 @slow

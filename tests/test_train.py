@@ -1,6 +1,7 @@
 """Test the training loop: its log, evaluations, learning rates, and one run under several plans."""
 
 import itertools
+import json
 import math
 import re
 import time
@@ -207,6 +208,17 @@ def rates_of(steps: int, **flags) -> list[float]:
     cfg = train.Config(steps=steps, lr=1.0, **flags)
     run = SimpleNamespace(cfg=cfg, meta={"config": train.lay_out_schedule(cfg, None)})
     return [train.learning_rate(run, step) for step in range(steps + 3)]
+
+
+def test_positions_of_a_resumed_run(tmp_path):
+    """A resumed run has as many positions as its longest --seq so far.
+
+    Catches an export that names the length of the first run only.
+    """
+    for seq, steps, positions in ((1024, 1, 1024), (1040, 2, 1040), (16, 3, 1040)):
+        main(f"--seq {seq} --batch 1 --steps {steps} --resume auto --out {tmp_path}")
+        meta = json.loads((tmp_path / f"step-{steps:08}" / "meta.json").read_text())
+        assert meta["model"]["max_positions"] == positions
 
 
 def resumed_at(step: int, steps: int, more_steps: int, flags: dict, **changes) -> list[float]:
