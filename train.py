@@ -2120,7 +2120,7 @@ def log_step(run: Run, log: TextIO, row: dict, unsaved: str) -> None:
     or export was not written, or ""."""
     step, steps, seconds = row["step"], run.cfg.steps, row["seconds"]
     row |= run.plan.rates(seconds, run.hardware.profile.peak_flops, row["keys_seen"])
-    if row.pop("valid_labels") == 0:
+    if row.pop("valid_labels") == 0 and row["loss"] == 0:  # a fork's loss may have other parts
         row["loss"] = None
     parts = [
         f"step {step}/{steps} loss {loss_text(row['loss'])} grad {row['grad_norm']:.3f}",
@@ -2311,8 +2311,10 @@ def end_loop(run: Run, states: States, stop: Stop, log: TextIO, state: LoopState
         saver.finish()
     drawn = close_log(run, log, draw=not stop.reason)
     if cfg.export and state.step >= cfg.steps and state.skips_in_a_row < MAX_SKIPS:
-        reason = stop.ask_all(0.0, exports=True)
-        if stop.time_is_up:
+        # an export can wait only if the step is saved
+        is_saved = cfg.save_every >= 0 and not saver.failed
+        reason = stop.ask_all(0.0, exports=True) if is_saved else ""
+        if is_saved and stop.time_is_up:
             print0(f"{reason}. So nothing was exported. The same command with --resume exports")
         else:
             state.export_failed = export(run, states, state.step, saver.group)

@@ -424,9 +424,9 @@ def test_stop_after_before_the_first_step(tmp_path, capsys):
 
 def test_stop_after_leaves_out_the_last_export(tmp_path, capsys, monkeypatch):
     """If no time is left for the export at the end of a run, the run says so, and the same command
-    with --resume exports.
+    with --resume exports. A run without checkpoints exports nevertheless.
 
-    Catches an export that a scheduler kills.
+    Catches an export that a scheduler kills, and a model that is neither saved nor exported.
     """
     flags = f"--steps 1 --out {tmp_path}/o --export {tmp_path}/e"
     monkeypatch.setattr(train.Stop, "time_needed", lambda self, seconds: seconds)
@@ -437,6 +437,8 @@ def test_stop_after_leaves_out_the_last_export(tmp_path, capsys, monkeypatch):
     assert saved_steps(tmp_path / "o") == [1] and not (tmp_path / "e" / "config.json").exists()
     main(f"{flags} --resume")
     assert (tmp_path / "e" / "config.json").exists()
+    main(f"--steps 1 --out {tmp_path}/p --export {tmp_path}/f --save-every -1 --stop-after 1d")
+    assert (tmp_path / "f" / "config.json").exists()
 
 
 @slow
