@@ -592,8 +592,8 @@ class Table:
     # the rows, or a function of (bench, the flags that the rows share) that returns them
     rows: list[Row] | Callable[[Bench, str], list[Row]]
     flags: str = ""  # shared by all rows
-    # All rows are measured with each of these texts of flags in turn. --seq 64K,128K replaces them
-    # by --seq 64K and --seq 128K
+    # All rows are measured with each of these texts of flags in turn. --seq 64K,128K replaces each
+    # --seq in them by --seq 64K and --seq 128K (variants_of)
     variants: tuple[str, ...] | list[str] = ("",)
     takes: str = ""  # flags that this table accepts, besides --host-memory and --gpu-memory
     look: Callable = lambda *_: {}  # look(bench, step) returns what else a row reports
@@ -1371,6 +1371,17 @@ def listed(text: str | None) -> tuple[str, ...]:
     return tuple(text.split(",")) if text else ()
 
 
+def variants_of(table: Table, seqs: str | None) -> list[str]:
+    """Return the variants of a table, at the lengths of --seq if it is given.
+
+    Example: variants --batch 2 and --batch 16, at --seq 4K,8K, are four variants.
+    """
+    if not seqs:
+        return [*table.variants]
+    others = dict.fromkeys(re.sub(r"--seq \S+", "", variant).strip() for variant in table.variants)
+    return [f"{other} --seq {seq}".strip() for seq in listed(seqs) for other in others]
+
+
 def measure_table(bench: Bench, args: argparse.Namespace) -> None:
     """Measure a table: all of its rows or those of --rows, at its own lengths or those of --seq.
     Ctrl-C ends the process; the rows that were measured until then are written."""
@@ -1381,7 +1392,7 @@ def measure_table(bench: Bench, args: argparse.Namespace) -> None:
     model = "7b" if bench.gpu else "tiny"
     stopped = False
     try:
-        for variant in [f"--seq {seq}" for seq in listed(args.seq)] or table.variants:
+        for variant in variants_of(table, args.seq):
             shared = f"--model {model} {table.flags} {variant} {args.flags}"
             rows = table.rows(bench, shared) if callable(table.rows) else table.rows
             for row in rows:

@@ -226,13 +226,12 @@ SHEETS = {
     r"H200": Sheet(989.4e12, 4.8e12, 450e9, 64e9, 139.8),
     r"B200": Sheet(2250e12, 7.7e12, 900e9, 64e9, 178.4),
 }
+MIG = " MIG "  # in the name of a slice of a GPU, such as "NVIDIA H200 MIG 1g.18gb"
 BASE = "NVIDIA H200"  # profiles of other GPUs are scaled from its profile
 
 
 def find_sheet(device_name: str) -> Sheet | None:
-    """Return a device's row of SHEETS, or None. A MIG slice is a part of a GPU, so it has none."""
-    if re.search(r"\bMIG\b", device_name):
-        return None
+    """Return a device's row of SHEETS, or None."""
     for name, sheet in SHEETS.items():
         if re.search(rf"\b({name})\b", device_name, re.IGNORECASE):
             return sheet
@@ -240,10 +239,10 @@ def find_sheet(device_name: str) -> Sheet | None:
 
 
 def peak_flops(device_name: str) -> float | None:
-    """Return the dense bf16 FLOP/s of a device, or None if it is not in SHEETS. (MFU is then
-    unknown.)"""
+    """Return the dense bf16 FLOP/s of a device, or None if it is not in SHEETS, or is only a MIG
+    slice of a GPU. (MFU is then unknown.)"""
     sheet = find_sheet(device_name)
-    return sheet.flops if sheet else None
+    return sheet.flops if sheet and MIG not in device_name else None
 
 
 def profile_files() -> dict[str, Path]:
@@ -351,8 +350,13 @@ def find_profile(device_name: str, per_node: int) -> Profile:
         nothing, and no data sheet       H20, 8 per node      h200x8 as it is
 
     If a whole profile is scaled or borrowed, its name says so. Of profiles for nodes of the same
-    size, the one that was measured last is returned, for example your own.
+    size, the one that was measured last is returned, for example your own. A MIG slice gets the
+    profile of its whole GPU, without a peak.
     """
+    whole_gpu, is_slice, _ = device_name.partition(MIG)
+    if is_slice:
+        profile = find_profile(whole_gpu, per_node)
+        return replace(profile, name=f"{profile.name}, a whole GPU", peak_flops=None)
     kind = sheet_or_name(device_name)
     profiles = [load_profile(name) for name in profile_files()]
     own = [profile for profile in profiles if sheet_or_name(profile.device) == kind]

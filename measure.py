@@ -53,7 +53,7 @@ from hardware import (
 )
 from model import LLaMA, ModelConfig, divisors
 from ops import accumulation_dtype, weight_grad_into
-from ranks import Groups, all_gather, gather_objects, reduce_scatter
+from ranks import Groups, all_gather, all_or_none, gather_objects, reduce_scatter
 from shard import States
 from streams import HOST_BYTES, CommStream
 
@@ -457,7 +457,7 @@ class Machine:
         first = events[0][0]
         begins = [[first.elapsed_time(event) / 1e3 for event in each] for each in events]
         batch_alone = [count * seconds for count, seconds in zip(calls, alone)]
-        factors = slow_down_factors(begins, batch_alone)
+        factors = all_or_none(slow_down_factors, begins, batch_alone)
         return [max(1.0, *gather_objects(factor)) for factor in factors]
 
 
@@ -469,8 +469,9 @@ def slow_down_factors(begins: Sequence[list[float]], alone: Sequence[float]) -> 
 
     Only the time counts in which both streams certainly have work. It begins when both have done
     four batches to warm up, and ends when the first of them has done all. A batch that is done
-    partly in this time counts partly. Example: computation is not slowed down, and communication
-    takes twice as long:
+    partly in this time counts partly. Raises ValueError if there is no such time.
+
+    Example: computation is not slowed down, and communication takes twice as long:
 
         seconds          0 ........ 4 ........ 8 ................... 48 .................. 72
         computation      batch 0 to 3 | 4 to 7 | 8 to 47              | done
@@ -482,7 +483,11 @@ def slow_down_factors(begins: Sequence[list[float]], alone: Sequence[float]) -> 
     warm_up = 4
     first = max(times[warm_up] for times in begins)
     last = min(times[-1] for times in begins)
-    assert first < last, f"the streams did not run at the same time: {begins}"
+    if first >= last:
+        raise ValueError(
+            "--profile: computation and communication never ran at the same time, or one of them "
+            "slowed the other down more than ten times. End other processes, and measure again"
+        )
     factors = []
     for times, seconds in zip(begins, alone):
         done_first, done_last = np.interp([first, last], times, range(len(times)))

@@ -1552,8 +1552,8 @@ class Batch:
     documents: Sequence[Documents | None] = (None,)
     # mean of 2k - 1 over the tokens of all ranks, if a token attends to k keys (valid_label_scale)
     keys_seen: Tensor | None = None
-    # 0 if all labels of all ranks are IGNORE. Then the loss and the gradients are 0. Such a step
-    # updates the weights nevertheless, by weight decay and by what the moments hold
+    # 0 if all labels of all ranks are IGNORE. Then the cross-entropy and its gradients are 0. The
+    # step updates the weights nevertheless, by weight decay and by what the moments hold
     valid_labels: Tensor | None = None
     read_error: str = ""  # why this rank could not read all of its sequences
 
@@ -1838,7 +1838,7 @@ class Stop:
         self.step_seconds = deque(maxlen=RECENT_STEPS)
         self.save_seconds = 0.0  # an estimate, used until a save has been timed (saver.seconds)
         self.export_seconds = 0.0  # of the last export; until one has been timed, an estimate
-        self.next_seconds = None  # what the last request expected (see request)
+        self.expected = 0.0, True  # the arguments of the last request
         self.reason = ""  # the request that the ranks have agreed on, as text; "": go on
         self.time_is_up = False  # whether this request was TIME_IS_UP
         if run.cfg.stop_after:
@@ -1851,50 +1851,54 @@ class Stop:
                 exported_bytes = sum(param_counts(run.plan.model)) * run.plan.dtype.itemsize
                 self.export_seconds = exported_bytes / SAVE_RATE
 
-    def request(self, next_seconds: float | None = None, exports: bool = False) -> float:
+    def request(self, next_seconds: float | None = None, saves: bool = True) -> float:
         """Return this rank's request: the number of a signal, TIME_IS_UP, or 0.0 to go on.
 
-        next_seconds: how long the run will work until it asks again, without saves and exports;
-        None: for one step. exports: whether it will export until then. Time is up if this work and
-        a save would end after --stop-after.
+        next_seconds: how long the run will work until it asks again; None: for one step. saves:
+        whether it will save after this work. Time is up if the work, with the save, would end after
+        --stop-after.
         """
         if next_seconds is None:
             next_seconds = max(self.step_seconds, default=0.0)
-        if exports:
-            next_seconds += self.export_seconds
-        self.next_seconds = next_seconds
-        if self.signals.number:
-            return float(self.signals.number)
-        if self.run.rank == 0 and process_seconds() + self.time_needed(next_seconds) > self.limit:
+        self.expected = next_seconds, saves
+        if self.run.rank == 0 and process_seconds() + self.time_needed() > self.limit:
             return TIME_IS_UP
-        return 0.0
+        return float(self.signals.number or 0)
 
-    def time_needed(self, next_seconds: float) -> float:
-        """Return the seconds that the work until the next request, and the save after it, may take.
-        next_seconds: the seconds without the save."""
-        saves = 2 if self.saver.writing else 1  # with --save-async, the previous one must end first
-        return next_seconds + saves * (self.saver.seconds or self.save_seconds)
+    def time_needed(self) -> float:
+        """Return the seconds that the work of the last request, and the save after it, may take."""
+        next_seconds, saves = self.expected
+        if not saves:
+            return next_seconds
+        count = 2 if self.saver.writing else 1  # with --save-async, the previous one must end first
+        return next_seconds + count * (self.saver.seconds or self.save_seconds)
 
     def agree_on(self, request: float) -> str:
         """Note the largest request of all ranks, and return the reason to stop, or ""."""
         self.time_is_up = request == TIME_IS_UP
         if self.time_is_up:
             passed = timedelta(seconds=round(process_seconds()))
-            needed = timedelta(seconds=math.ceil(self.time_needed(self.next_seconds)))
+            needed = timedelta(seconds=math.ceil(self.time_needed()))
+            with_save = ", with a save," if self.expected[1] else ""
             self.reason = (
                 f"--stop-after {self.run.cfg.stop_after}: {passed} have passed, and the work that "
-                f"comes next, with a save, may take {needed}"
+                f"comes next{with_save} may take {needed}"
             )
         elif request:
             self.reason = f"stopped by {signal.Signals(int(request)).name}"
         return self.reason
 
-    def ask_all(self, next_seconds: float | None = None, exports: bool = False) -> str:
+    def ask_all(self, next_seconds: float | None = None, saves: bool = True) -> str:
         """Ask all ranks whether to stop before the next step, or before other work (see request),
         and return the reason, or "". A collective of all ranks."""
-        request = torch.tensor(self.request(next_seconds, exports))
+        request = torch.tensor(self.request(next_seconds, saves))
         dist.all_reduce(request, dist.ReduceOp.MAX)
         return self.agree_on(request.item())
+
+    def ask_before_export(self) -> str:
+        """Ask all ranks whether to stop before an export of a step that is saved, and return the
+        reason, or "". A collective of all ranks."""
+        return self.ask_all(self.export_seconds, saves=False)
 
 
 # ---------------------------------------------------------------------------- evaluation
@@ -2080,22 +2084,21 @@ def finish_step(
     next_batch: Batch,
     started: float,
     last: bool,
-    exports: bool,
 ) -> dict[str, float]:
     """Wait for a step, and return its statistics, equal on all ranks.
 
     Each rank makes its request to stop after this wait. So a signal that came during the step ends
     the run now, and not after the next step.
 
-    started: the time at which the step began. last: whether it is the last step of the run.
-    exports: whether the run exports before the next step. A collective of all ranks.
+    started: the time at which the step began. last: whether it is the last step of the run. A
+    collective of all ranks.
     """
     row = wait_for_step(step_stats)
     stop.step_seconds.append(time.perf_counter() - started)
     return row | largest_of_ranks(
         run.device,
         {
-            "stop": stop.request(0.0 if last else None, exports),
+            "stop": stop.request(0.0 if last else None),
             "writing": stop.saver.writing,  # whether this rank still writes a checkpoint
             "read_failed": bool(next_batch.read_error),
             "gpu_gib": gpu_peak_gib(),
@@ -2211,11 +2214,19 @@ class LoopState:
     step: int  # steps done
     samples: int  # sequences seen
     needs_save: bool  # whether the weights of this step must still be saved, unless --save-every -1
+    is_saved: bool  # whether a checkpoint has this step
     # how many steps in a row, up to this one, were not finite and so changed no weight
     skips_in_a_row: int = 0
     export_failed: str = ""  # why the last export failed, as a sentence; "" if it did not
     failure: str = ""  # what went wrong; the run saves, and exits with status 1
     stop_reason: str = ""  # why the run ends before --steps: a failure, a signal or --stop-after
+
+    def begin_step(self, sequences: int) -> None:
+        """Count a step of this many sequences. No checkpoint has it yet."""
+        self.step += 1
+        self.samples += sequences
+        self.needs_save = True
+        self.is_saved = False
 
 
 def freeze_gc() -> None:
@@ -2246,6 +2257,7 @@ def begin_save(run: Run, saver: checkpoint.Saver, state: LoopState) -> None:
     """Begin to save a checkpoint of the step that is done. A collective of all ranks."""
     saver.begin(run.meta | {"step": state.step, "samples": state.samples})
     state.needs_save = False
+    state.is_saved = True
 
 
 def begin_loop(
@@ -2294,9 +2306,12 @@ def save_and_export(run: Run, states: States, stop: Stop, state: LoopState) -> N
         # Complete the checkpoint first, also with --save-async. If the run is then killed during
         # the export, it resumes from this step, and may replace this step's export
         saver.finish()
-        began = time.perf_counter()
-        state.export_failed = export(run, states, state.step, saver.group)
-        stop.export_seconds = time.perf_counter() - began
+        state.stop_reason = stop.ask_before_export()
+        if not state.stop_reason:
+            began = time.perf_counter()
+            state.export_failed = export(run, states, state.step, saver.group)
+            if not state.export_failed:
+                stop.export_seconds = time.perf_counter() - began
 
 
 def end_loop(run: Run, states: States, stop: Stop, log: TextIO, state: LoopState) -> str:
@@ -2311,11 +2326,13 @@ def end_loop(run: Run, states: States, stop: Stop, log: TextIO, state: LoopState
         saver.finish()
     drawn = close_log(run, log, draw=not stop.reason)
     if cfg.export and state.step >= cfg.steps and state.skips_in_a_row < MAX_SKIPS:
-        # an export can wait only if the step is saved
-        is_saved = cfg.save_every >= 0 and not saver.failed
-        reason = stop.ask_all(0.0, exports=True) if is_saved else ""
-        if is_saved and stop.time_is_up:
-            print0(f"{reason}. So nothing was exported. The same command with --resume exports")
+        # an export can wait only if a checkpoint has the step
+        reason = stop.ask_before_export() if state.is_saved and not saver.failed else ""
+        if reason and stop.time_is_up:
+            print0(
+                f"{reason}. So step {state.step} was not exported. To export it: the same command "
+                "with --resume and a longer --stop-after"
+            )
         else:
             state.export_failed = export(run, states, state.step, saver.group)
     failure = state.failure or saver.failed or state.export_failed
@@ -2343,7 +2360,7 @@ def train(
     # weights that a checkpoint already has, or that are only evaluated, need no new checkpoint
     only_evaluates = cfg.steps == 0 and cfg.eval_every > 0
     needs_save = not (run.resumed or only_evaluates)
-    state = LoopState(run.start_step, run.start_samples, needs_save)
+    state = LoopState(run.start_step, run.start_samples, needs_save, is_saved=bool(run.resumed))
     log = all_or_none(open_log, run)
     stop = Stop(run, signals, saver, states)
 
@@ -2352,9 +2369,7 @@ def train(
     while state.step < cfg.steps and not state.stop_reason:
         # schedule: the learning rate of this step, and what happens after it
         lr = learning_rate(run, state.step)
-        state.step += 1
-        state.samples += run.plan.batch
-        state.needs_save = True
+        state.begin_step(run.plan.batch)
         last = state.step == cfg.steps
         evaluates = is_due(cfg.eval_every, state.step) or (last and cfg.eval_every >= 0)
         saves = is_due(cfg.save_every, state.step)
@@ -2375,8 +2390,7 @@ def train(
             batch = load_batch(run, state.samples)
 
         # statistics: here the host waits for the step
-        exports = bool(cfg.export) and saves and not last
-        row = finish_step(run, stop, step_stats, batch, started, last, exports)
+        row = finish_step(run, stop, step_stats, batch, started, last)
         if not row["finite"]:
             states.check_uses()  # a matrix that was not used once per pass makes a step not finite
         row |= {"step": state.step, "lr": lr, "seconds": time.perf_counter() - started}

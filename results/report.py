@@ -125,14 +125,16 @@ def may_be_too_short(row: dict) -> bool:
 def newest(rows: list[dict]) -> list[dict]:
     """Return the rows without those whose setting was measured again later.
 
-    A setting is hardware, kernel, table, label and flags. Older rows have no flags, so they stay.
+    A setting is hardware, nodes, kernel, table, label and flags. Older rows have no flags, so they
+    stay.
     """
     last = {}
     for i, row in enumerate(rows):
         key = i
         if not is_older(row):
             flags = tuple(sorted(flag_values(row["flags"]).items()))
-            key = (row["table"], row["hardware"], kernel_of(row), row["label"], flags)
+            machine = row["hardware"], num_nodes(row), kernel_of(row)
+            key = (row["table"], *machine, row["label"], flags)
         last.pop(key, None)  # a row that replaces another one stands where it was measured
         last[key] = row
     return list(last.values())
@@ -146,11 +148,9 @@ def num_gpus(row: dict) -> int:
 
 def num_nodes(row: dict) -> int:
     """Return into how many nodes a row's command split the machine (--nodes)."""
-    said = re.search(r"(?<=--nodes )\d+", row["command"]) or re.search(
-        r"(?<=nodes=)\d+",
-        row["label"],  # older rows say it in their label
-    )
-    return int(said[0]) if said else 1
+    # older rows say it in their label, as "nodes=2"
+    said = re.search(r"\bnodes[ =](\d+)", f"{row['command']} {row['label']}")
+    return int(said[1]) if said else 1
 
 
 def gpu_of(row: dict) -> str:
@@ -189,12 +189,11 @@ PEER_WORDS = {  # word of a peer's label -> what it says
 
 
 OUR_WORDS = (  # what a label of ours says -> in words. What the plan says, too, is left out
-    (r"^ours,? ?|,? ?ring \d|,? ?nodes=1|,? ?trace$|,? ?M=\d+", ""),
+    (r"^ours,? ?|,? ?ring \d|,? ?nodes=\d+|,? ?trace$|,? ?M=\d+", ""),
     (r"^as planned$|^(data|mtp|msp|fsp|plain pipeline|pipeline|interleaved)$", ""),
     (r"^(os|g and os|all|by heads|by context)$", ""),
     (r"^states on the (host|GPU)$", r"optimizer states kept on the \1 by hand"),
     (r"^(states on the host|updated) in the open$", "the host's update is exposed"),
-    (r",? ?nodes=2", ""),
     (r"\bspread\b", "param_broadcast"),  # the streams' names in older rows
     (r"\breduce\b", "grad_reduce"),
     (r"^none$", "no overlaps"),
@@ -209,8 +208,8 @@ def what_ran(row: dict) -> str:
     system, *words = re.split("[ ,]+", row["label"])
     if system in PEERS:
         name = PEERS[system]
-        words = [PEER_WORDS.get(word, word) for word in words if not word.startswith("M=")]
-        return ", ".join([name, *words])
+        words = [PEER_WORDS.get(w, w) for w in words if not w.startswith(("M=", "nodes="))]
+        return ", ".join([name, *words, *nodes_texts(row)])
 
     factors = None
     label = row["label"]
@@ -222,12 +221,16 @@ def what_ran(row: dict) -> str:
     for pattern, words in OUR_WORDS:
         label = re.sub(pattern, words, label)
     texts = [label] if label else []
-    if (nodes := num_nodes(row)) > 1:
-        texts.append(f"{nodes} nodes, which sockets connect")
-    texts += plan_texts(row, factors)
+    texts += nodes_texts(row) + plan_texts(row, factors)
     if row.get("warm_up"):
         texts.append(f"warmed up by {row['warm_up']}")
     return "; ".join(["this project", *texts])
+
+
+def nodes_texts(row: dict) -> list[str]:
+    """Return what a row's command says of nodes, in words; [] if it ran as one node."""
+    nodes = num_nodes(row)
+    return [f"{nodes} nodes, which sockets connect"] if nodes > 1 else []
 
 
 def plan_texts(row: dict, factors: Factors | None) -> list[str]:
@@ -928,8 +931,8 @@ def answer(topic: str) -> str:
         "communication": f"In a profiled step of four GPUs, at most {exposed:.0%} of it is "
         "exposed.",
         "predictions": f"For {len(held)} settings that were chosen before they were measured, the "
-        f"planner's seconds are {statistics.median(held):.1%} off in the median, and {held[-1]:.1%} "
-        "at worst.",
+        f"planner's seconds are {statistics.median(held):.1%} off in the median, and "
+        f"{held[-1]:.1%} at worst.",
         "memory": f"The tensors of a step of 7B with {tokens_text(planned['seq'])} tokens take "
         f"{planned['planned_peak_gib']:.1f} GiB at planned addresses, where the lower bound is "
         f"{planned['lower_bound_gib']:.1f}. PyTorch's caching allocator reserves {caching_gib:.1f} "

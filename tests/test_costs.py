@@ -806,6 +806,22 @@ def check_shared_layers(rows: list[dict]) -> None:
         rows.remove(r)
 
 
+def swapping_steps(rows: list[dict]) -> list[dict]:
+    """Return the steps of 128K tokens on two H200s whose layers swap all of their activations.
+
+    They are slower than predicted, for a reason that is not known: without the lag by 9 %, with it
+    by 3 and 6 %. In table memo, which another machine ran, it is 1 %, so this row is not among
+    them."""
+    found = [
+        r
+        for r in rows
+        if (r["label"], r["gpus"], r["seq"], r["alpha"]) == ("ours", 2, 2**17, 1)
+        and r["table"] != "memo"
+    ]
+    assert len(found) == 3
+    return found
+
+
 def test_predictions_are_what_was_measured():
     """Predictions are near what GPUs measured, in seconds and in bytes, and the setting that is
     predicted to be the fastest was the fastest.
@@ -837,19 +853,9 @@ def test_predictions_are_what_was_measured():
         assert least_s < r["now_s"] / r["step_s"] < 1
         assert 0.99 < r["now_gib"] / r["gpu_gib"] < most_gib
         rows.remove(r)
-    # steps of 128K tokens on two H200s whose layers swap all of their activations are slower than
-    # predicted, for a reason that is not known: without the lag by 9 %, with it by 3 and 6 %. In
-    # table memo, which another machine ran, it is 1 %
-    swapping = [
-        r
-        for r in rows
-        if (r["label"], r["gpus"], r["seq"], r["alpha"]) == ("ours", 2, 2**17, 1)
-        and r["table"] != "memo"
-    ]
-    assert len(swapping) == 3
     # the first step of a run with empty caches compiles its kernels
     (compiling,) = [r for r in rows if r["model"] == "qwen3-8b"]
-    for r in [*swapping, compiling]:
+    for r in [*swapping_steps(rows), compiling]:
         assert 0.88 < r["now_s"] / r["step_s"] < 0.98
         assert 0.99 < r["now_gib"] / r["gpu_gib"] < 1.01
         rows.remove(r)

@@ -372,13 +372,19 @@ def test_stop_after_counts_a_step_and_the_save(monkeypatch):
     exports = make(stop_after="100s", export="folder")
     assert exports.export_seconds == approx(4 * m.param_count(m.MODELS["tiny"]) / train.SAVE_RATE)
     exports.export_seconds = 15.0
-    for at, request in ((100 - 40 - 15, 0), (101 - 40 - 15, time_is_up)):
-        now[0] = at
-        assert exports.request(0.0, exports=True) == request and exports.request(0.0) == 0
+    all_reduce = lambda tensor, op: None  # noqa: E731
+    monkeypatch.setattr(dist, "all_reduce", all_reduce)
+    now[0] = 100 - 15
+    assert exports.ask_before_export() == "" and exports.request() == time_is_up
+    now[0] = 101 - 15  # no save follows, so only the export counts
+    assert exports.ask_before_export().endswith("the work that comes next may take 0:00:15")
+    assert exports.time_is_up
 
     signals.number = int(signal.SIGUSR1)
     assert requests(0) == 4 * [signal.SIGUSR1]
+    assert requests(101) == [time_is_up, *2 * [signal.SIGUSR1], time_is_up]
     assert stop.agree_on(signal.SIGUSR1) == "stopped by SIGUSR1"
+    stop.request()
     now[0] = 3661.2  # 1:01:01
     assert stop.agree_on(time_is_up) == (
         "--stop-after 100s: 1:01:01 have passed, and the work that comes next, with a save, may "
@@ -424,21 +430,30 @@ def test_stop_after_before_the_first_step(tmp_path, capsys):
 
 def test_stop_after_leaves_out_the_last_export(tmp_path, capsys, monkeypatch):
     """If no time is left for the export at the end of a run, the run says so, and the same command
-    with --resume exports. A run without checkpoints exports nevertheless.
+    with --resume exports. A step that no checkpoint has is exported nevertheless.
 
     Catches an export that a scheduler kills, and a model that is neither saved nor exported.
     """
     flags = f"--steps 1 --out {tmp_path}/o --export {tmp_path}/e"
-    monkeypatch.setattr(train.Stop, "time_needed", lambda self, seconds: seconds)
-    monkeypatch.setattr(train, "SAVE_RATE", 1.0)  # so the export is expected to take long
+    before = train.Stop.ask_before_export
+
+    def ask_before_export(stop):
+        stop.export_seconds = 1e9
+        return before(stop)
+
+    monkeypatch.setattr(train.Stop, "ask_before_export", ask_before_export)
     main(f"{flags} --stop-after 1d")
     said = capsys.readouterr().out
-    assert "nothing was exported. The same command with --resume exports" in said
+    assert "step 1 was not exported. To export it: the same command with --resume" in said
     assert saved_steps(tmp_path / "o") == [1] and not (tmp_path / "e" / "config.json").exists()
     main(f"{flags} --resume")
     assert (tmp_path / "e" / "config.json").exists()
     main(f"--steps 1 --out {tmp_path}/p --export {tmp_path}/f --save-every -1 --stop-after 1d")
     assert (tmp_path / "f" / "config.json").exists()
+    # an export in the middle of the run ends it, after the save
+    main(f"--steps 3 --out {tmp_path}/q --export {tmp_path}/g --save-every 2 --stop-after 1d")
+    assert saved_steps(tmp_path / "q") == [2] and "step 2" in capsys.readouterr().out
+    assert not (tmp_path / "g" / "config.json").exists()
 
 
 @slow

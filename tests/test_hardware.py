@@ -253,15 +253,21 @@ def test_profile_measures_how_much_two_streams_slow_each_other_down(slower):
     Catches a window in which only one stream still has work: it would make a large factor small.
     """
     begins = batches_of_two_streams(slower)
+    with raises(ValueError, match="never ran at the same time"):
+        measure.slow_down_factors([begins[0], [t + 1000 for t in begins[1]]], [1.0, 1.0])
     # when the faster stream ends, the slower one is in the middle of a batch
     assert measure.slow_down_factors(begins, [1.0, 1.0]) == approx(slower, rel=0.04)
 
 
 def test_a_part_of_a_gpu_has_no_data_sheet():
-    """A MIG slice is not taken for the whole GPU. Catches an MFU that is several times too low."""
+    """A MIG slice has the profile of its GPU, but no peak. Catches an MFU that is several times too
+    low."""
     assert hardware.peak_flops("NVIDIA H100 80GB HBM3") == 989.4e12
     assert hardware.peak_flops("NVIDIA H100 80GB HBM3 MIG 1g.10gb") is None
-    assert hardware.peak_flops("NVIDIA A100-SXM4-80GB MIG 3g.40gb") is None
+    part = hardware.find_profile("NVIDIA A100-SXM4-80GB MIG 3g.40gb", 1)
+    whole = hardware.find_profile("NVIDIA A100-SXM4-80GB", 1)
+    assert part.peak_flops is None and part.name == f"{whole.name}, a whole GPU"
+    assert part == replace(whole, peak_flops=None, name=part.name)
 
 
 def test_profile_of_a_gpu_without_float8_has_no_rates_of_it(monkeypatch):

@@ -217,25 +217,26 @@ def test_a_wrong_block_is_named(text, message):
 
 def test_the_newest_row_of_a_setting_is_shown(results):
     """Of rows with the same setting only the newest is shown, even if their flags have another
-    order, or a flag is given twice. Other hardware, another kernel and another label are other
-    settings. All rows without flags are shown.
+    order, or a flag is given twice. Other hardware, other nodes, another kernel and another label
+    are other settings. All rows without flags are shown.
 
     Catches a page that shows a number although it was measured again later.
     """
     again = A_ROW | {"step_s": 1.5, "flags": "--seq 64K --model 1b"}
     others = [
         A_ROW | {"hardware": "NVIDIA H200"},
+        A_ROW | {"command": A_ROW["command"] + " --nodes 2"},
         A_ROW | {"kernel": "cudnn"},
         A_ROW | {"label": "fsdp2 none"},
         A_ROW | {"flags": "--seq 64K --model 7b"},
         A_ROW | {"flags": None},
         A_ROW | {"flags": None},
     ]
-    write_rows(results / "2026-11-2xh200" / "long.jsonl", [A_ROW, *others[:3]])
-    write_rows(results / "2026-12-2xh200" / "long.jsonl", [again, *others[3:]])
+    write_rows(results / "2026-11-2xh200" / "long.jsonl", [A_ROW, *others[:4]])
+    write_rows(results / "2026-12-2xh200" / "long.jsonl", [again, *others[4:]])
     shown = report.newest(report.read_rows("long"))
-    assert [r["step_s"] for r in shown] == [2.0, 2.0, 2.0, 1.5, 2.0, 2.0, 2.0]
-    assert report.rows_table("long", "fa4").count("`--model 1b`") == 3
+    assert [r["step_s"] for r in shown] == [2.0, 2.0, 2.0, 2.0, 1.5, 2.0, 2.0, 2.0]
+    assert report.rows_table("long", "fa4").count("`--model 1b`") == 4
     assert ", older" in report.rows_table("long", "fa4")
     with raises(ValueError, match="these rows ran the attention kernels cudnn, fa4. Write a table"):
         report.rows_table("long")
@@ -271,6 +272,14 @@ def test_labels_are_words():
             "FSDP2, recomputes all but attention, model states on the host",
         ),
         (A_ROW | {"label": "deepspeed full"}, "DeepSpeed, recomputes every layer"),
+        (
+            A_ROW | {"label": "fsdp2 none", "command": "bench.py ring --nodes=2"},
+            "FSDP2, recomputes nothing, 2 nodes, which sockets connect",
+        ),
+        (
+            A_ROW | {"label": "by heads", "command": "bench.py ring --nodes 4", "sp": 8},
+            "this project; 4 nodes, which sockets connect; 8 GPUs share the sequence",
+        ),
         (
             A_ROW | {"label": "transformers bf16 fp8 by-layer three-quarters"},
             "transformers, bf16 weights and states, torchao's float8 products, compiled by layer, "
