@@ -441,17 +441,22 @@ class Machine:
         batch_seconds = max(self.seconds / 8, *alone)
         calls = [math.ceil(batch_seconds / seconds) for seconds in alone]  # per batch
 
-        batches = 48
         events = [], []  # of each stream: before each batch, and after the last one
+
+        def record(stream, its_events):
+            event = torch.cuda.Event(enable_timing=True)
+            event.record(stream)
+            its_events.append(event)
+
         # the streams get their batches alternately, so that the host stays ahead of both
-        for batch in range(batches + 1):
+        for _ in range(48):
             for stream, fn, count, its_events in zip(streams, work, calls, events):
+                record(stream, its_events)
                 with torch.cuda.stream(stream):
-                    event = torch.cuda.Event(enable_timing=True)
-                    event.record()
-                    its_events.append(event)
-                    for _ in range(count if batch < batches else 0):
+                    for _ in range(count):
                         fn()
+        for stream, its_events in zip(streams, events):
+            record(stream, its_events)
         torch.cuda.synchronize()
 
         first = events[0][0]
@@ -464,8 +469,8 @@ class Machine:
 def slow_down_factors(begins: Sequence[list[float]], alone: Sequence[float]) -> list[float]:
     """Return by what factor the batches of each of two streams took longer while both had work.
 
-    begins: for each stream, the seconds at which its batches began, and at which the last one
-    ended. alone: the seconds that one of its batches takes by itself.
+    begins: for each stream, the times in seconds at which its batches began, and the time at which
+    the last batch ended. alone: for each stream, the seconds that a batch takes by itself.
 
     Only the time counts in which both streams certainly have work. It begins when both have done
     four batches to warm up, and ends when the first of them has done all. A batch that is done

@@ -1778,9 +1778,9 @@ def document_positions(
     return positions, documents
 
 
-def valid_label_scale(run: Run, labels: Tensor, positions: Tensor) -> tuple[Tensor, ...]:
-    """Return 1 / number of valid labels, summed over ranks (Batch.scale), keys_seen, which
-    flops_per_token needs, and the number of valid labels itself.
+def valid_label_scale(run: Run, labels: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return three numbers for a Batch: scale, which is 1 / number of valid labels of all ranks;
+    keys_seen, which flops_per_token needs; and the number of valid labels itself.
 
     keys_seen is the mean over all tokens of 2k - 1, where k is the number of keys that a token
     attends to. At position i this is k = i + 1, so 2k - 1 = 2i + 1. Example: in a sequence of 4
@@ -1838,7 +1838,8 @@ class Stop:
         self.step_seconds = deque(maxlen=RECENT_STEPS)
         self.save_seconds = 0.0  # an estimate, used until a save has been timed (saver.seconds)
         self.export_seconds = 0.0  # of the last export; until one has been timed, an estimate
-        self.expected = 0.0, True  # the arguments of the last request
+        self.next_seconds = 0.0  # the arguments of the last request
+        self.next_saves = True
         self.reason = ""  # the request that the ranks have agreed on, as text; "": go on
         self.time_is_up = False  # whether this request was TIME_IS_UP
         if run.cfg.stop_after:
@@ -1860,18 +1861,17 @@ class Stop:
         """
         if next_seconds is None:
             next_seconds = max(self.step_seconds, default=0.0)
-        self.expected = next_seconds, saves
+        self.next_seconds, self.next_saves = next_seconds, saves
         if self.run.rank == 0 and process_seconds() + self.time_needed() > self.limit:
             return TIME_IS_UP
         return float(self.signals.number or 0)
 
     def time_needed(self) -> float:
         """Return the seconds that the work of the last request, and the save after it, may take."""
-        next_seconds, saves = self.expected
-        if not saves:
-            return next_seconds
-        count = 2 if self.saver.writing else 1  # with --save-async, the previous one must end first
-        return next_seconds + count * (self.saver.seconds or self.save_seconds)
+        saves = 0
+        if self.next_saves:  # with --save-async, the previous save must end first
+            saves = 2 if self.saver.writing else 1
+        return self.next_seconds + saves * (self.saver.seconds or self.save_seconds)
 
     def agree_on(self, request: float) -> str:
         """Note the largest request of all ranks, and return the reason to stop, or ""."""
@@ -1879,7 +1879,7 @@ class Stop:
         if self.time_is_up:
             passed = timedelta(seconds=round(process_seconds()))
             needed = timedelta(seconds=math.ceil(self.time_needed()))
-            with_save = ", with a save," if self.expected[1] else ""
+            with_save = ", with a save," if self.next_saves else ""
             self.reason = (
                 f"--stop-after {self.run.cfg.stop_after}: {passed} have passed, and the work that "
                 f"comes next{with_save} may take {needed}"
@@ -2326,12 +2326,12 @@ def end_loop(run: Run, states: States, stop: Stop, log: TextIO, state: LoopState
         saver.finish()
     drawn = close_log(run, log, draw=not stop.reason)
     if cfg.export and state.step >= cfg.steps and state.skips_in_a_row < MAX_SKIPS:
-        # an export can wait only if a checkpoint has the step
-        reason = stop.ask_before_export() if state.is_saved and not saver.failed else ""
-        if reason and stop.time_is_up:
+        # without a checkpoint of this step, a later command could not export it
+        can_wait = state.is_saved and not saver.failed
+        if can_wait and stop.ask_before_export() and stop.time_is_up:
             print0(
-                f"{reason}. So step {state.step} was not exported. To export it: the same command "
-                "with --resume and a longer --stop-after"
+                f"{stop.reason}. So step {state.step} was not exported. To export it: the same "
+                "command with --resume and a longer --stop-after"
             )
         else:
             state.export_failed = export(run, states, state.step, saver.group)
