@@ -496,6 +496,9 @@ def measure_row(bench: Bench, row: Row, look: Callable) -> dict:
         if bench.gpu:
             result["gpu_gib"] = max(gather_objects(train.gpu_peak_gib()))
             result["reserved_gib"] = torch.cuda.max_memory_reserved() / GIB
+            # how often the allocator had no room for a tensor until it gave its unused memory
+            # back to the GPU, which waits for all kernels; since the warm-up
+            result["cache_flushes"] = torch.cuda.memory_stats()["num_alloc_retries"]
         # host_rank_gib: the measured peak of the rank that took most. (host_gib is what is planned
         # for a whole node, without what Python, PyTorch and CUDA take for themselves)
         peaks = gather_objects(train.host_peak_gib() if knows_peak else None)
@@ -517,6 +520,7 @@ def release(bench: Bench) -> None:
     if bench.gpu:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
+        torch.cuda.reset_accumulated_memory_stats()
 
 
 def reset_host_peak() -> bool:
@@ -1156,6 +1160,7 @@ COLUMNS = {
     "from host ms":     ("from_host_ms",            ".1f"),
     "requests":         ("requests",                ","),
     "reserved GiB":     ("reserved_gib",            ".2f"),
+    "cache flushes":    ("cache_flushes",           ","),
     "planned GiB":      ("planned_peak_gib",        ".2f"),
     "lower bound":      ("lower_bound_gib",         ".2f"),
     "solved in s":      ("solve_s",                 ".2f"),

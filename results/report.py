@@ -353,6 +353,7 @@ COLUMNS = {  # title -> what it says of a row
     "from the host, ms": number("from_host_ms", ",.0f"),
     "requests": number("requests", ","),
     "reserved GiB": number("reserved_gib", ".2f"),
+    "cache flushes": number("cache_flushes", ","),
     "planned GiB": number("planned_peak_gib", ".2f"),
     "lower bound": number("lower_bound_gib", ".2f"),
     "solved in, s": number("solve_s", ".2f"),
@@ -374,10 +375,10 @@ TABLE_COLUMNS = {  # table of bench.py -> its columns between "tokens" and "comm
     "overlap": ["micro-batches", "step, s", "tokens/s per GPU", "MFU, causal", "GPU GiB"],
     "trace": ["step, s", "communication, ms", "exposed, ms", "GPU GiB"],
     "idle": ["sequences", "step, s", "idle, ms", "to the host, ms", "from the host, ms"],
-    "memo": [*SPEED, "reserved GiB", "planned GiB", "lower bound", "host GiB"],
+    "memo": [*SPEED, "reserved GiB", "cache flushes", "planned GiB", "lower bound", "host GiB"],
     "memplan": [
-        *["step, s", "requests", "reserved GiB", "planned GiB", "lower bound", "solved in, s"],
-        "hits",
+        *["step, s", "requests", "reserved GiB", "cache flushes", "planned GiB", "lower bound"],
+        *["solved in, s", "hits"],
     ],
 }  # fmt: skip
 
