@@ -1384,7 +1384,8 @@ class LayerSeconds:
     attention: float  # of forward: attention and its all-to-alls
     post: float  # of forward: from attention's output to the next layer's input
     recompute: float  # what backward adds if a layer recomputes S_others of all its tokens
-    named: dict[str, float]  # of both passes: attention, all-to-all, tensor exchanges
+    # of both passes: attention, all-to-all, tensor exchanges
+    named: dict[str, float] = field(hash=False)  # a dict has no hash
 
 
 # The element-wise kernels of model.Block, as ops.py runs them. layer_tensors names the tensors: n1

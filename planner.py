@@ -737,6 +737,7 @@ class ActivationProgram:
         return self.plan_at(candidates, swapped, best)
 
 
+@functools.lru_cache(maxsize=2**14)  # many plans differ only in what this function does not read
 def plan_activations(
     n, layer, s, chunks, bandwidth, gpu, host, resident=None, alpha=None, busy=0.0
 ) -> tuple[ActivationPlan, float]:

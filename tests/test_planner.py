@@ -355,9 +355,13 @@ def first_plan(
         return planner.plan(asked, m.MODELS[asked.model], here or asked.hardware())[0]
 
 
+# of the first twenty seeds, all but the four that take longest; together they draw each flag. Seed
+# 52: its best plan runs layers in one chunk, and ties with whole layers
+SEEDS = [0, 2, 4, 5, 6, *range(8, 18), 19, 52]
+
+
 @slow
-# seed 52: its best plan runs layers in one chunk, and ties with whole layers
-@parametrize("seed", range(100) if MANY else [*range(20), 52])
+@parametrize("seed", range(100) if MANY else SEEDS)
 def test_a_flag_by_hand_finds_nothing_better(seed):
     """No flag that is given by hand makes the first choice faster, or finds a plan if nothing fits
     without it. No plan needs more memory than there is, and the command of a plan gives this plan.
@@ -672,12 +676,14 @@ def test_activation_plans_are_the_best(n, large, solves, drops):
         recompute, attn_s, post = (rng.uniform(0.2, 1, 3) * (1, 3, 1)).tolist()
         layer = x, attn, large * others
         forward = recompute + attn_s + post
-        s = SimpleNamespace(
+        s = costs.LayerSeconds(
             forward=forward,
             backward=rng.uniform(1, 2.5) * forward,
+            last_matrix=0.0,
             recompute=recompute,
             attention=attn_s,
             post=post,
+            named={},
         )
         gpu, host, bandwidth = (rng.uniform((4, 0, 1), (40, 20, 20)) * 2**30).tolist()
         expected = brute_force_activations(n, layer, s, 2, bandwidth, gpu, host)
@@ -696,9 +702,7 @@ def test_activation_plans_with_memos_restrictions_are_memos_rule(host, layer_s):
 
     Catches a plan that contradicts the rule, of which it is the general case.
     """
-    s = SimpleNamespace(
-        forward=layer_s, backward=2 * layer_s, recompute=0.1, attention=0.1, post=0.1
-    )
+    s = costs.LayerSeconds(layer_s, 2 * layer_s, 0.0, 0.1, post=0.1, recompute=0.1, named={})
     layer, n, bandwidth = (2e9, 1e9, 28e9), 32, 16e9
     alpha = min(1, (bandwidth * layer_s - 3e9) / 28e9, (host / (n - 2) - 3e9) / 28e9)
     plan, _ = planner.plan_activations(n, layer, s, 1024, bandwidth, np.inf, host, resident=2)
