@@ -77,6 +77,7 @@ from model import Block, LLaMA, ModelConfig, run_block
 from ops import Positions
 from ranks import ConfigError, Groups
 from replay import StepMemory
+from streams import in_unit
 from train import Run
 
 # ---------------------------------------------------------------------------- steps
@@ -511,10 +512,30 @@ def fsdp2_mesh(device_type: str, replicas: int, shards: int) -> dist.DeviceMesh:
     return mesh if replicas > 1 else mesh["shard"]
 
 
+# Bytes per parameter of FSDP2's model states in host memory, all float32: the parameter, its
+# gradient and AdamW's two moments
+FSDP2_HOST_BYTES = 16
+
+
+def check_host_memory(run: Run) -> None:
+    """Raise ConfigError if FSDP2's model states do not fit in the host memory of this run.
+
+    Without this check, Linux would kill the process, and with it the rest of the table.
+    """
+    needed = FSDP2_HOST_BYTES * run.plan.params / run.plan.factors.os
+    if needed > run.hardware.host_budget:
+        raise ConfigError(
+            f"FSDP2 with model states on the host needs {in_unit(needed)} of host memory per rank "
+            f"({FSDP2_HOST_BYTES} bytes per parameter), of {in_unit(run.hardware.host_budget)}"
+        )
+
+
 def fsdp2_step(run: Run, options: list[str]) -> Step:
     """Build a step of the same model and kernels under FSDP2, sharded over os ranks. options: the
-    words of the row's label after "fsdp2", the first of which is a key of RECOMPUTED.
-    A collective."""
+    words of the row's label after "fsdp2", the first of which is a key of RECOMPUTED. Raises
+    ConfigError if the host's memory is too small. A collective."""
+    if "host" in options:
+        check_host_memory(run)
     attention = train.make_attention(run, groups_of(1, 1))
     with torch.device("meta"):
         model = WholeLayerModel(run.plan.model, attention, recomputed=options[0])

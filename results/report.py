@@ -819,7 +819,7 @@ def predicted_rows() -> tuple[dict, ...]:
     """
     rows = []
     for row in read_rows():
-        plan_is_known = row.get("predicted_s") and row["step_s"]
+        plan_is_known = row.get("predicted_s") and row.get("step_s")
         if not plan_is_known or may_be_too_short(row) or num_nodes(row) > 1:
             continue
         plan = plan_of(row)
@@ -908,7 +908,8 @@ def scale_table(name: str) -> str:
 def planned_and_caching() -> tuple[dict, float]:
     """Return the row of a step at planned addresses, and the GiB that PyTorch's caching allocator
     reserved for the same requests. The step is 7B's with 64K tokens."""
-    by_label = {row["label"]: row for row in read_rows("memplan") if row["seq"] == 2**16}
+    rows = [row for row in read_rows("memplan") if row["model"] == "7b" and row["seq"] == 2**16]
+    by_label = {row["label"]: row for row in rows}
     planned = by_label["planned"]
     # both rows hold the same model states, which are no part of the plan
     outside_plan = planned["reserved_gib"] - planned["planned_peak_gib"]

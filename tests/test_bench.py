@@ -193,6 +193,27 @@ def fsdp2_worker() -> None:
             assert their_norm.item() == approx(norm.item(), rel=1e-2), (recomputed, flags)
 
 
+def test_bench_fsdp2_says_how_much_host_memory_it_needs(group):
+    """A row of FSDP2 whose states are on the host fails with the bytes that it needs, if the host
+    has fewer. With exactly these bytes, it is built.
+
+    Catches a step that begins although Linux will kill it, and with it the rest of the table.
+    """
+    table = bench.Bench(torch.device("cpu"), 0, 1, True, Path(), {})
+    run = bench.peer_run(table, bench.config("--model tiny --seq 64 --batch 1 --strategy zero3"))
+    needed = 16 * run.plan.params
+
+    def step_with(host_bytes):
+        limited = replace(run, hardware=replace(run.hardware, host_budget=host_bytes))
+        return peers.fsdp2_step(limited, ["full", "host"])
+
+    with raises(ConfigError, match=r"needs .* \(16 bytes per parameter\), of 1\.0 KiB"):
+        step_with(1024)
+    with raises(ConfigError, match="host memory"):
+        step_with(needed - 1)
+    step_with(needed)
+
+
 @slow
 def test_bench_fsdp2_takes_the_same_steps():
     """FSDP2, the peer in bench.py, has our losses and norms from the same weights, up to bf16's
