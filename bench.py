@@ -57,12 +57,14 @@ import math
 import os
 import platform
 import re
+import signal
 import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, field, replace
+from datetime import timedelta
 from importlib import metadata
 from pathlib import Path
 from shlex import quote
@@ -103,6 +105,9 @@ SHORT_SEQ = {"cuda": 4096, "cpu": 256}  # tokens of a short sequence, by device
 SHORT_SEQS_PER_RANK = {"cuda": 16, "cpu": 4}
 # A step of ours that is predicted to take longer is warmed up by a step of fewer layers
 SHALLOW_WARM_UP_SECONDS = 180
+# Seconds that a rank whose row failed waits for the other ranks (await_ranks). Ranks mostly run out
+# of memory together, in the same layer
+FAILED_ROW_WAIT_S = 60
 # the most seconds that a step of one long sequence may take by prediction, with --quick or on a CPU
 QUICK_SECONDS = 4
 
@@ -440,13 +445,37 @@ def warm_up_shallow(bench: Bench, run: Run) -> str:
     return f"a step with {shallow.plan.model.layers} layers"
 
 
+def await_ranks(bench: Bench, result: dict) -> None:
+    """If this rank's row failed, wait until all ranks are at the end of the row.
+
+    If a rank runs out of memory and others do not, these wait for it inside the row's step, in a
+    collective that it never joins. So a rank whose row failed waits only FAILED_ROW_WAIT_S. Then it
+    ends with its error, and torchrun ends the other ranks. Each rank calls this function once per
+    row. result: what this rank's line will say.
+    """
+    if bench.world == 1:
+        return
+    store = dist.distributed_c10d._get_default_store()
+    keys = [f"end of row {len(bench.rows)} on rank {rank}" for rank in range(bench.world)]
+    store.set(keys[bench.rank], "")
+    if "error" not in result:
+        return
+    try:
+        store.wait(keys, timedelta(seconds=FAILED_ROW_WAIT_S))
+    except dist.DistStoreError:
+        signal.alarm(10)  # if freeing the row's step waits for other ranks, this ends the process
+        sys.exit(
+            f"rank {bench.rank}: {result['label']}: {result['error']}\nOther ranks did not fail, and "
+            "wait for this one. So the table ends here. Rows so far are written"
+        )
+
+
 def measure_row(bench: Bench, row: Row, look: Callable) -> dict:
     """Build a row's step, time it, and return what its line of the results file says.
 
     A row may not fit, run out of memory, lack a package, or have flags that are refused. That is a
     result, too: "oom" is true, there are no rates, and "error" says why, if this rank failed. If
-    only some ranks run out of memory inside a step, the others wait until TIMEOUT_S, and the table
-    ends.
+    only some ranks run out of memory inside a step, the table ends (await_ranks).
 
     look: a function whose look(bench, step) returns what else to report. A collective.
     """
@@ -487,6 +516,7 @@ def measure_row(bench: Bench, row: Row, look: Callable) -> dict:
             result["error"] = str(e)[:600]
             print0(f"{row.label}: {result['error']}")
 
+        await_ranks(bench, result)
         seconds = max(gather_objects(seconds))  # infinite on all ranks if the row failed on one
         if math.isfinite(seconds):
             result |= run.plan.rates(seconds, run.hardware.profile.peak_flops)

@@ -17,6 +17,7 @@ from types import SimpleNamespace
 import torch
 import torch.distributed as dist
 from pytest import approx, importorskip, raises, skip
+from torch.distributed.elastic.utils.distributed import get_free_port
 
 import bench
 import hf
@@ -25,7 +26,7 @@ import planner
 import streams
 from model import MODELS
 from ranks import ConfigError
-from test_all import ROOT, on_ranks, parametrize, slow
+from test_all import ROOT, finish, on_ranks, parametrize, run_rank, slow, start_processes
 
 
 @slow
@@ -491,6 +492,38 @@ def test_bench_float8_peer_that_is_not_installed_is_a_result(group, monkeypatch)
     assert result["oom"] and "torchao" in result["error"]
     assert bench.took_text(result) == "not installed"
     assert result["products"] == "fp8"  # so its bound is that of products in float8
+
+
+def one_rank_fails(everywhere: bool) -> None:
+    """Measure a row in which rank 1 runs out of memory, or both ranks do, if it is everywhere.
+
+    A rank that does not fail waits for rank 1 in a collective, as a step does.
+    """
+    table = bench.Bench(torch.device("cpu"), dist.get_rank(), 2, True, Path(), {})
+
+    def time_step(*_):
+        if everywhere or table.rank == 1:
+            raise torch.OutOfMemoryError("no room for 3 GiB")
+        dist.all_reduce(torch.zeros(1))
+
+    bench.kernel_seconds, bench.time_step, bench.FAILED_ROW_WAIT_S = lambda *_: 1.0, time_step, 1
+    row = bench.Row("ours", "--model tiny --seq 64 --batch 2")
+    result = bench.measure_row(table, row, lambda *_: {})
+    assert result["oom"] and result["error"] == "no room for 3 GiB"
+
+
+@slow
+@parametrize("everywhere", [True, False])
+def test_bench_ends_if_only_one_rank_runs_out_of_memory(everywhere, tmp_path):
+    """If a row runs out of memory on all ranks, it says so, and the table goes on. If only one rank
+    does, the table ends in a moment, and its last line names the rank and the error.
+
+    Catches ranks that wait an hour for one that has left the step.
+    """
+    file = tmp_path / "output"
+    rest = 2, get_free_port(), 0, one_rank_fails, (everywhere,)
+    text = finish(start_processes(run_rank, 2, file, *rest), file, expect=0 if everywhere else 1)
+    assert ("rank 1: ours: no room for 3 GiB\nOther ranks did not fail" in text) != everywhere
 
 
 @parametrize(
