@@ -799,6 +799,8 @@ def check_export_folder(folder: Path, run: str, resumed_step: int | None) -> Non
 
     resumed_step: the step that the run resumes, or None for a run that begins anew.
     """
+    if not folder.resolve().name:
+        raise ValueError(f"--export {folder} is the root of all folders. Name a folder in it")
     # if a kill fell between the two renames of an exchange, the export is in old_folder
     for found in (folder, old_folder(folder, run)):
         step = exported_step(found, run)

@@ -249,6 +249,17 @@ def make_parser(program: type, description: str) -> argparse.ArgumentParser:
     return parser
 
 
+def check_utf8(flag: str, value: str) -> None:
+    """Raise ValueError if the bytes of a flag's value are not UTF-8. A file of such a name can be
+    written, but not always read again: safetensors refuses it."""
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        raise ValueError(
+            f"{flag} {os.fsencode(value)!r}: these bytes are not UTF-8. Rename the file or folder"
+        ) from None
+
+
 def check_values(program) -> None:
     """Raise ValueError for a number that is out of range, for an unknown word, and for flags that
     contradict each other."""
@@ -260,6 +271,8 @@ def check_values(program) -> None:
         if not is_legal_type:
             names = [t.__name__ for t in types if t is not type(None)]
             raise ValueError(f"{flag_name(name)} {value!r} must be of type {' or '.join(names)}")
+        if isinstance(value, str):
+            check_utf8(flag_name(name), value)
         if among and value not in among:
             hint = ""
             if name in ("architecture", "optimizer", "schedule"):  # a fork may add rows

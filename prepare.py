@@ -73,6 +73,7 @@ import contextlib
 import csv
 import errno
 import fcntl
+import functools
 import gzip
 import hashlib
 import importlib
@@ -902,8 +903,9 @@ class Encoder:
         mask = [np.zeros(0, dtype=np.uint8)]
         documents = 0
         if self.conversations:
-            encode = self.conversations.encode
             for chunk in chunks:
+                is_table = self.settings.sources[chunk.start.source].kind in TABLE_LIBRARIES
+                encode = functools.partial(self.conversations.encode, is_table=is_table)
                 for document_ids, document_mask in self.each_record(chunk, encode):
                     ids.append(document_ids)
                     mask.append(document_mask)
@@ -1127,15 +1129,16 @@ class Conversations:
             ) from e
         return texts[0], spans[0] if spans else []
 
-    def text(self, record: dict) -> tuple[str, np.ndarray, str]:
-        """Return (text, counts, breaker) for a conversation. Raises ValueError.
+    def text(self, record: dict, is_table: bool) -> tuple[str, np.ndarray, str]:
+        """Return (text, counts, breaker) for a conversation. Raises ValueError. is_table: the
+        record is a row of a table.
 
         text      what the template makes of it, with the breakers that protect() puts in
         counts    (characters,): 1 for a character that counts, else 0
         breaker   the character that protect() puts in, or "" if it puts in none
         """
         check_surrogates(json.dumps(record, ensure_ascii=False))
-        record = without_nulls(record)
+        record = without_nulls(record, is_table)
         messages, tools = read_messages(record), record.get("tools")
         if not isinstance(tools, list | None):
             raise ValueError("its field tools is not a list")
@@ -1223,10 +1226,11 @@ class Conversations:
 
     # ---- ids and mask
 
-    def encode(self, record: dict) -> tuple[np.ndarray, np.ndarray]:
-        """Return the ids of a conversation and its mask, both (tokens,). Raises ValueError, also if
-        the document token occurs before the end of the conversation."""
-        whole, whole_counts, breaker = self.text(record)
+    def encode(self, record: dict, is_table: bool = False) -> tuple[np.ndarray, np.ndarray]:
+        """Return the ids of a conversation and its mask, both (tokens,). is_table: the record is a
+        row of a table. Raises ValueError, also if the document token occurs before the end of the
+        conversation."""
+        whole, whole_counts, breaker = self.text(record, is_table)
         parts = self.split(whole, whole_counts, breaker) if breaker else [(whole, whole_counts)]
         ids, mask = [], []
         for text, counts in parts:
@@ -1316,17 +1320,23 @@ def token_counts(offsets: list[tuple[int, int]], counts: np.ndarray) -> np.ndarr
     return (before[np.minimum(ends, limit)] > before[np.minimum(starts, limit)]).astype(np.uint8)
 
 
-def without_nulls(value):
+# Entries of a conversation that hold any JSON: what a tool is called with, and the JSON schema of
+# what it takes. A null in them is a value
+FREE_FORM = ("arguments", "parameters")
+
+
+def without_nulls(value, is_table: bool):
     """Return a JSON value whose objects have no null entries, except for "content".
 
     In a table each row has an entry for each key, and it is null where JSON Lines would leave the
     key out. Templates ask whether a message has the key tool_calls, and would take a null for one.
+    In JSON Lines, a null inside an entry of FREE_FORM was written on purpose, and stays.
     """
     if isinstance(value, list):
-        return [without_nulls(item) for item in value]
+        return [without_nulls(item, is_table) for item in value]
     if isinstance(value, dict):
         return {
-            key: without_nulls(item)
+            key: item if key in FREE_FORM and not is_table else without_nulls(item, is_table)
             for key, item in value.items()
             if item is not None or key == "content"
         }

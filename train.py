@@ -219,7 +219,8 @@ class Config(Constraints):
     rope_scaling: str = flag(
         "", "Let the rotary embedding reach longer sequences than the model was trained on. "
         "linear:FACTOR, llama3:FACTOR and yarn:FACTOR multiply the length that it reaches; a model "
-        "that has one of these kinds keeps that kind. theta:BASE sets another base.")
+        "that has one of these kinds keeps that kind. theta:BASE sets another base. On resume FACTOR "
+        "counts from the run's first weights, and may only become larger.")
     data: str = flag(
         "transformers", "Training data: transformers (8 MB of Python files of that package, which "
         "are the same for everybody), stdlib (the Python files of this Python's library), a text "
@@ -648,6 +649,24 @@ def choose_device(cfg: Config, local_rank: int) -> torch.device:
     return device
 
 
+def check_extends(flag: str, earlier: dict, scaling: dict) -> None:
+    """Raise ValueError if a resumed run would change its rotary scaling, but not extend it.
+
+    flag: --rope-scaling. earlier: the scaling of the checkpoint, or {}. scaling: what the flag makes
+    of the first model's scaling.
+    """
+    if not earlier or scaling == earlier:
+        return
+    kind, first_kind = rope_kind(scaling), rope_kind(earlier)
+    if kind != first_kind or scaling["factor"] < earlier["factor"]:
+        raise ValueError(
+            f"--rope-scaling {flag}: the run has {first_kind} scaling by a factor of "
+            f"{earlier['factor']:g}, and this flag makes it {kind} by {scaling.get('factor', 1):g}. "
+            "A resumed run may only extend its scaling, and FACTOR counts from the run's first "
+            "weights. Drop the flag, or pass the same kind with a larger FACTOR"
+        )
+
+
 def extend_positions(
     cfg: Config, model: ModelConfig, source: dict, resumed: checkpoint.Checkpoint | None
 ) -> ModelConfig:
@@ -666,6 +685,7 @@ def extend_positions(
         elif kind:
             may_differ.add("rope_scaling")
         checkpoint.check_same_model(resumed, model, may_differ)
+        check_extends(cfg.rope_scaling, resumed.meta["model"]["rope_scaling"], model.rope_scaling)
     # a resumed run may have had a longer --seq before
     earlier = resumed.meta["model"]["max_positions"] if resumed else 0
     if source and kind != "theta":
@@ -844,13 +864,14 @@ def open_data(cfg: Config, model: ModelConfig) -> tuple[Config, Mixture, Mixture
     return cfg, *all_or_none(check_and_split)
 
 
-def try_folder(folder: str) -> None:
-    """Raise ValueError if files cannot be written to a folder, which is made if it is missing."""
+def try_folder(folder: str, flag: str = "") -> None:
+    """Raise ValueError if files cannot be written to a folder, which is made if it is missing.
+    flag: the flag that names it, and a space."""
     try:
         os.makedirs(folder, exist_ok=True)
         tempfile.TemporaryFile(dir=folder).close()
     except OSError as e:
-        raise ValueError(f"{folder} cannot be written: {e}. Name another folder") from e
+        raise ValueError(f"{flag}{folder} cannot be written: {e}. Name another folder") from e
 
 
 def check_folders(
@@ -860,17 +881,19 @@ def check_folders(
     --export cannot be written, if the export would overwrite files, or if Hugging Face's format
     cannot express the model."""
     resumed_step = resumed.meta["step"] if resumed else None
-    try_folder(cfg.out)
+    try_folder(cfg.out, "--out ")
     for name in ("lock", "log.jsonl"):
         own_or_absent(Path(cfg.out, name))
     if not cfg.export:
         return
 
-    try_folder(cfg.export)
+    try_folder(cfg.export, "--export ")
     if os.path.samefile(cfg.export, cfg.out):
         raise ValueError(f"--export {cfg.export} is also --out. Name another folder")
     hf.check_export_folder(Path(cfg.export), hf.run_number(Path(cfg.out)), resumed_step)
-    try_folder(Path(cfg.export).resolve().parent)  # an export is written beside its folder
+    try_folder(
+        Path(cfg.export).resolve().parent, "--export: "
+    )  # an export is written beside its folder
     if cfg.attention in KERNELS and not KERNELS[cfg.attention].plain:
         raise ValueError(
             f"--export: Hugging Face's models cannot compute --attention {cfg.attention}. "

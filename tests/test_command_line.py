@@ -28,6 +28,8 @@ REFUSED = [
         f"train.py --seq {'4' * 400}",
         "argument --seq: 4{400} is not a whole number. Write it as 4096",
     ),
+    ("train.py --export /", "--export / is the root of all folders. Name a folder in it"),
+    ("train.py --out=", "--out  cannot be written: "),
     ("train.py --seq 5T", "5T is not a whole number. Write it as 4096"),
     ("train.py --seq 0.3K", "0.3K is not a whole number"),
     ("train.py --model llama-8b", "llama-8b: choose one of .*65b.*llama3-8b"),
@@ -339,6 +341,18 @@ def test_versions_that_are_too_old_are_refused(monkeypatch):
         main("")
     monkeypatch.setattr(torch, "__version__", version("2.11.0a0+abc"))
     assert train.choose_device(train.Config(device="cpu"), 0).type == "cpu"
+
+
+@parametrize("name", ["data", "out", "tokenizer", "init"])
+def test_names_of_files_that_are_not_utf8_are_refused(name):
+    """A path whose bytes are not UTF-8 is refused by its flag.
+
+    Catches checkpoints that are written under such a path, and that safetensors cannot read again.
+    """
+    path = os.fsdecode(b"caf\xe9")
+    with raises(ValueError, match=rf"--{name} b'caf\\xe9': these bytes are not UTF-8"):
+        train.Config(**{name: path})
+    train.Config(data="caf\u00e9")
 
 
 def test_an_import_is_not_a_random_start():

@@ -9,8 +9,9 @@ import shutil
 import signal
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import torch
@@ -935,6 +936,34 @@ def test_hf_resumes_without_its_folder(tmp_path, capsys):
         assert type(back) is type(theirs) and back.config.eos_token_id == [7, 8]
         assert back.config.max_position_embeddings == 128
         assert back.config.rope_parameters["factor"] == 2.0
+
+
+@parametrize(
+    "flag, message",
+    [
+        ("yarn:4", None),  # the same again
+        ("yarn:8", None),
+        ("yarn:2", "the run has yarn scaling by a factor of 4, and this flag makes it yarn by 2"),
+        ("linear:8", "the run has yarn scaling by a factor of 4, and this flag makes it linear"),
+    ],
+)
+def test_rope_scaling_may_only_grow_on_resume(flag, message, group):
+    """A resumed run may extend its rotary scaling. It may not shrink it, or take another kind.
+
+    Catches a run whose max_positions and factor contradict each other, so that it cannot be
+    exported any more.
+    """
+    resumed_model = hf.with_rope("yarn:4", SMALL)
+    meta = {"model": asdict(resumed_model)}
+    resumed = SimpleNamespace(meta=meta, folder=Path("o"))
+    cfg = train.Config(rope_scaling=flag, seq=32)
+    if message is None:
+        model = train.extend_positions(cfg, SMALL, {}, resumed)
+        factor = model.rope_scaling["factor"]
+        assert model.max_positions == factor * SMALL.max_positions
+        return
+    with raises(ValueError, match=message):
+        train.extend_positions(cfg, SMALL, {}, resumed)
 
 
 # ---------------------------------------------------------------------------- the newest export

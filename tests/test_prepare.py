@@ -794,6 +794,30 @@ def test_prepare_null_entries_of_messages(tmp_path):
     assert ids == [USER, HI, TURN, BOT, BE, TURN, END]
 
 
+def test_prepare_nulls_in_what_a_tool_is_called_with():
+    """In JSON Lines, a null in a tool's arguments or in its parameters is a value, and stays. In a
+    table it only says that another row has this key.
+
+    Catches calls of tools that lack arguments which the data have.
+    """
+    call = {"id": None, "function": {"name": "w", "arguments": {"city": "Rome", "unit": None}}}
+    schema = {"properties": {"unit": {"default": None}}}
+    record = {
+        "messages": [{"role": "assistant", "content": None, "tool_calls": [call]}],
+        "tools": [{"function": {"name": "w", "parameters": schema, "strict": None}}],
+    }
+    for is_table, arguments, unit in (
+        (False, {"city": "Rome", "unit": None}, {"default": None}),
+        (True, {"city": "Rome"}, {}),
+    ):
+        call = {"function": {"name": "w", "arguments": arguments}}
+        parameters = {"properties": {"unit": unit}}
+        assert prepare.without_nulls(record, is_table) == {
+            "messages": [{"role": "assistant", "content": None, "tool_calls": [call]}],
+            "tools": [{"function": {"name": "w", "parameters": parameters}}],
+        }
+
+
 @parametrize("flags", ["--chat", "--chat --special-tokens"])
 def test_prepare_empty_tools(flags, tmp_path):
     """An empty list of tools counts as absent, because tables fill in empty lists. With
