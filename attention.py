@@ -729,6 +729,7 @@ def sequence_positions(seq: int, sp: int, ring: int, rank: int) -> Tensor:
         T = 16, R = 2    ring rank 0: parts 0, 3        ring rank 1: parts 1, 2
         sp = 4, U = 2    rank 0: 0-3, rank 1: 12-15     rank 2: 4-7, rank 3: 8-11
     """
+    assert seq % sp == 0 and (ring == 1 or seq % (2 * ring) == 0), (seq, sp, ring)
     r, u = divmod(rank, sp // ring)
     parts = torch.arange(seq).tensor_split(2 * ring)
     return torch.cat([parts[r], parts[-1 - r]]).view(-1, seq // sp)[u]

@@ -105,6 +105,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 import model as llama
 from attention import Attention
@@ -440,11 +441,14 @@ def trace_half(
 
 def stray_tensors(block: llama.Block) -> list[str]:
     """Return the names of attributes of a block's modules that hold a tensor which is neither a
-    parameter nor a buffer."""
+    parameter nor a buffer. The tensor may be in a list, a tuple or a dictionary."""
     names = []
     for module in block.modules():
-        attributes = vars(module) | vars(type(module))  # parameters and buffers are not among them
-        names += [name for name, value in attributes.items() if isinstance(value, Tensor)]
+        attributes = vars(module) | vars(type(module))
+        for name, value in attributes.items():
+            is_legal = name in ("_parameters", "_buffers")  # nn.Module's dictionaries
+            if not is_legal and any(isinstance(leaf, Tensor) for leaf in tree_leaves(value)):
+                names.append(name)
     return names
 
 

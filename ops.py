@@ -251,12 +251,15 @@ def softmax_loss(logits, labels, scale, dlogits):
     dlogits (N, V), in its dtype. dlogits=None: compute no gradient.
 
     logits (N, V), labels (N,), scale 0-dim. A token whose label is IGNORE has loss 0, gradient 0.
+    Any other label that is not in the vocabulary makes the loss NaN.
     """
     labels = labels[:, None]
     valid = labels != IGNORE
     target = torch.arange(logits.shape[1], device=logits.device) == labels  # (N, V), one-hot
     lse = logits.logsumexp(-1, keepdim=True)
     target_logit = (logits * target).sum(-1, keepdim=True)
+    in_vocab = (labels >= 0) & (labels < logits.shape[1])
+    target_logit = torch.where(in_vocab, target_logit, torch.nan)
     if dlogits is not None:
         probability = (logits - lse).exp()
         dlogits.copy_((probability - target.to(logits.dtype)) * torch.where(valid, scale, 0))
@@ -922,7 +925,7 @@ class _HeadLoss(Function):
         dw_out = None
         if dw is not None:
             dw_out = ctx.head.events.add_grad(ctx.head, compute)
-        dx = dx * dloss.to(dx.dtype)
+        dx = dx * dloss  # a tensor without dimensions is not rounded to dx's dtype first
         return dx, dw_out, None, None, None, None
 
 

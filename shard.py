@@ -770,7 +770,7 @@ class States:
         the two uses of a tied matrix. Matrices of different shapes share none: the padding behind a
         gradient has to stay zero, because the gradient's norm counts it."""
         users = unit.index % 2 if unit.is_layer else unit.name
-        path_in_unit = path.replace(f"{unit.name}.", "")
+        path_in_unit = path.removeprefix(f"{unit.name}.")
         key = kind, users, path_in_unit, module.shape, size, dtype
         if key not in self.shared_buffers:
             self.shared_buffers[key] = Buffer(self.zeros(size, dtype))

@@ -1926,12 +1926,24 @@ class StoresTensor(m.Block):
         return super().post(x, o, positions)
 
 
+class CollectsTensors(m.Block):
+    """A layer that stores tensors in a list."""
+
+    def __init__(self, cfg):
+        super().__init__(cfg)
+        self.penalties = []
+
+    def post(self, x, o, positions):
+        self.penalties.append(x.square().mean())
+        return super().post(x, o, positions)
+
+
 def test_forks_that_would_train_wrong_are_refused(group):
     """A fork that would train wrong without an error is refused with one.
 
     These are refused: a weight that two modules share without ModelConfig.tied; a buffer on the
     meta device, which would get no values; a layer that stores a tensor of one chunk in an
-    attribute; and a layer whose input is not the output of the layer before it, because
+    attribute, or in a list; and a layer whose input is not the output of the layer before it, because
     recomputation would take that output. A product that recomputation leaves out is NaN, so that
     nobody can read it unnoticed. Catches a fork that uses weights, layers or products in one of
     these ways.
@@ -1954,9 +1966,10 @@ def test_forks_that_would_train_wrong_are_refused(group):
         offload.ChunkedLayers, model, (2, SEQ), activations_of("no-x", 5, 3), SEQ - 10, cpu
     )
     layers = chunked(torch.float64)
-    model.blocks[1] = StoresTensor(model.cfg)
-    with raises(ValueError, match="stores tensors in attributes .*penalty.*would be wrong"):
-        chunked(torch.float64)
+    for stores in StoresTensor, CollectsTensors:
+        model.blocks[1] = stores(model.cfg)
+        with raises(ValueError, match="stores tensors in attributes .*penalt.*would be wrong"):
+            chunked(torch.float64)
     # what a fork may do to a layer's input. `x / 2 + 1` frees x, and may get its address
     for change in (lambda x: x + 1, lambda x: x / 2 + 1, lambda x: (x * x).relu()):
         model.layer_runner = lambda *a, change=change: (

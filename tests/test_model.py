@@ -4,6 +4,7 @@ kernels."""
 import itertools
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -449,3 +450,60 @@ def test_run_detached_without_a_gradient():
     assert backward([torch.ones(3)]) == [] and not y.requires_grad
     backward, (y,) = ops.run_detached(root, lambda x: 2 * x, torch.ones(3))
     assert torch.equal(backward([torch.ones(3)])[0], torch.full((3,), 2.0))
+
+
+def test_labels_outside_of_the_vocabulary_make_the_loss_nan():
+    """A label that no token has gives a loss of NaN, so that the step is left out. Only IGNORE
+    gives 0.
+
+    Catches the padding value -1 of other programs, which would train towards no token at all.
+    """
+    logits = torch.randn(4, 7)
+    labels = torch.tensor([3, m.IGNORE, -1, 7])
+    losses = ops.softmax_loss(logits, labels, torch.ones(()), None)[:, 0]
+    assert losses.isnan().tolist() == [False, False, True, True]
+    assert losses[0] == approx(F.cross_entropy(logits[:1], labels[:1]).item()) and losses[1] == 0
+
+
+def test_a_factor_on_the_loss_is_not_rounded():
+    """If a bf16 model's loss is multiplied by 0.3, all gradients are 0.3 times as large.
+
+    Catches a factor that is rounded to bf16, by 0.2 %, for all weights but the head's.
+    """
+    model = seeded_model(SMALL, attention.Attention("cpu")).bfloat16()
+    norms = []
+    for factor in (1.0, 0.3):
+        model.zero_grad()
+        (factor * model(*example())).backward()
+        norms.append(model.embed.weight.grad.double().norm().item())
+    assert norms[1] / norms[0] == approx(0.3, rel=5e-4)
+
+
+def test_ring_positions_need_a_multiple_of_twice_the_ring():
+    """The two parts of each ring rank have equally many tokens, or there is an error.
+
+    Catches a plan by hand whose ring ranks would compare each other's positions wrongly.
+    """
+    assert attention.sequence_positions(16, 4, 2, 1).tolist() == [12, 13, 14, 15]
+    with raises(AssertionError):
+        attention.sequence_positions(12, 4, 4, 0)
+
+
+def test_a_matrix_in_a_list_named_blocks_has_a_buffer_of_its_own():
+    """In layer 0, the matrices blocks.0.w and blocks.0.blocks.0.w share no buffer. The matrices
+    blocks.0.w and blocks.2.w do.
+
+    Catches a gradient that is added to another matrix's.
+    """
+    states = SimpleNamespace(
+        shared_buffers={}, zeros=lambda size, dtype: torch.zeros(size, dtype=dtype)
+    )
+
+    def buffer(layer, path):
+        unit = SimpleNamespace(index=layer, is_layer=True, name=f"blocks.{layer}")
+        module = SimpleNamespace(shape=(4, 4))
+        args = "grad", unit, f"{unit.name}.{path}", module, 16, torch.float32
+        return shard.States.shared_buffer(states, *args)
+
+    assert buffer(0, "w") is not buffer(0, "blocks.0.w")
+    assert buffer(0, "w") is buffer(2, "w")
