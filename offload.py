@@ -114,6 +114,7 @@ from ops import (
     CustomGradient,
     Matrix,
     Positions,
+    ProductIsReadError,
     _ChunkInputs,
     accumulation_dtype,
     deferred_weight_grads,
@@ -402,15 +403,32 @@ def _trace_block(block_class, tp_slices, cfg, tokens, dtype, frozen=()) -> Block
         saved_by_pre, (q, _, _) = trace_half(block, "pre", positions, {"x": x})
         o = torch.empty_like(q)
         saved_by_post, y = trace_half(block, "post", positions, {"x": x, "o": o})
+        unread = find_unread_product(y)
+        if unread is not None and reads_product(block, unread, x, o, positions):
+            unread = None
 
     names = {module: name for name, module in block.named_modules()}
     return BlockTrace(
         pre=saved_by_pre.numbered_tensors(),
         post=saved_by_post.numbered_tensors(),
         most_saved_again=max(saved_by_post.bytes_saved_again, default=0),
-        unread_product_name=names.get(find_unread_product(y), ""),
+        unread_product_name=names.get(unread, ""),
         stray_tensors=stray_tensors(block),
     )
+
+
+def reads_product(
+    block: llama.Block, matrix: Matrix, x: Tensor, o: Tensor, positions: Positions
+) -> bool:
+    """Return whether block.post reads a matrix's product in a way that autograd does not record.
+    matrix: what find_unread_product returned for the block. x, o, positions: block.post's
+    arguments."""
+    try:
+        with recomputation(matrix):
+            block.post(x, o, positions)
+    except ProductIsReadError:
+        return True
+    return False
 
 
 def trace_half(

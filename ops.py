@@ -565,6 +565,39 @@ IDENTITY = Prologue(lambda x: (x,), lambda da, x: (x, da))
 SWIGLU = Prologue(lambda gate_up: (swiglu_forward(gate_up),), swiglu_backward, swiglu_input_grads)
 
 
+class ProductIsReadError(ValueError):
+    """A block reads a product that recomputation has left out."""
+
+
+class UnreadProduct(Tensor):
+    """Stands for a product that recomputation has left out (find_unread_product).
+
+    It may be a term of one sum, which is what a layer returns, and it may say its shape. Any other
+    operator raises ProductIsReadError. NaN would not be enough: a comparison makes an ordinary bool
+    of it.
+    """
+
+    was_added = False
+    SUMS = {torch.add, Tensor.add, Tensor.add_, Tensor.__add__, Tensor.__radd__, Tensor.__iadd__}
+    SAY_SHAPE = {
+        *(Tensor.size, Tensor.dim, Tensor.shape.__get__, Tensor.ndim.__get__),
+        *(Tensor.dtype.__get__, Tensor.device.__get__),
+    }
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        if function not in cls.SAY_SHAPE:
+            terms = [x for x in args if isinstance(x, cls)]  # [] if it is in a list or a keyword
+            if function not in cls.SUMS or len(terms) != 1 or terms[0].was_added:
+                raise ProductIsReadError(
+                    f"a layer's last product is read by {function.__name__}, although "
+                    "recomputation leaves it out"
+                )
+            terms[0].was_added = True
+        with torch._C.DisableTorchFunctionSubclass():  # so the result is an ordinary Tensor
+            return function(*args, **kwargs or {})
+
+
 class _Project(Function):
     """y = prologue(*inputs) W^T. Autograd saves the inputs and the prologue's extras.
 
@@ -582,8 +615,7 @@ class _Project(Function):
         if is_unread:  # backward needs the inputs, but nobody needs the product
             ctx.save_for_backward(*inputs)
             x = inputs[0]
-            # NaN (..., rows) instead of the product. If a block does read it, its gradients become
-            # NaN, which is noticed; a wrong number would not be
+            # NaN (..., rows) instead of the product: see UnreadProduct
             return x.new_full((), math.nan).expand(*x.shape[:-1], matrix.shape[0])
         y, extras = matrix.products.forward(matrix, prologue, _mode.recomputing, inputs)
         ctx.has_extras = bool(extras)
@@ -605,7 +637,8 @@ def project(matrix: Matrix, prologue: Prologue, x: Tensor, *inputs: Tensor) -> T
     prologue = matrix.tp_prologue(prologue)
     y = _Project.apply(matrix, prologue, is_unread, matrix.weight, x, *inputs)
     # if the product is unread, tp_output exchanges nothing in forward, and the gradient in backward
-    return matrix.tp_output(y, is_unread)
+    y = matrix.tp_output(y, is_unread)
+    return y.as_subclass(UnreadProduct) if is_unread else y
 
 
 def add_weight_grad(matrix: Matrix, compute: Callable) -> Tensor | None:
@@ -690,8 +723,8 @@ def find_unread_product(y: Tensor) -> Matrix | None:
            on the product
 
     If one of the four does not hold, this returns None, and recomputation computes everything. A
-    read that autograd does not record, such as product.detach(), is not noticed here. When the
-    layer is recomputed, it reads NaN, because _Project returns NaN in place of the skipped product.
+    read that autograd does not record, such as product.detach(), is not noticed here, but by
+    UnreadProduct, which stands for the skipped product.
     """
     product = y.grad_fn
     other_terms = []

@@ -1943,10 +1943,10 @@ def test_forks_that_would_train_wrong_are_refused(group):
 
     These are refused: a weight that two modules share without ModelConfig.tied; a buffer on the
     meta device, which would get no values; a layer that stores a tensor of one chunk in an
-    attribute, or in a list; and a layer whose input is not the output of the layer before it, because
-    recomputation would take that output. A product that recomputation leaves out is NaN, so that
-    nobody can read it unnoticed. Catches a fork that uses weights, layers or products in one of
-    these ways.
+    attribute, or in a list; and a layer whose input is not the output of the layer before it,
+    because recomputation would take that output. A product that recomputation leaves out can only
+    be added, so that nobody reads it unnoticed. Catches a fork that uses weights, layers or
+    products in one of these ways.
     """
     cpu = torch.device("cpu")
 
@@ -1985,9 +1985,18 @@ def test_forks_that_would_train_wrong_are_refused(group):
     with raises(ValueError, match=message):
         model(*example(seq=SEQ, vocab=67))
 
-    # a product that recomputation leaves out
-    with ops.recomputation(model.head):
-        assert model.head(torch.zeros(2, model.cfg.dim)).isnan().all()
+    # a product that recomputation leaves out: it may only be added once
+    for reads in (
+        lambda y: (1 + y, 1 + y),
+        lambda y: y + y,
+        lambda y: torch.add(1, other=y),
+        lambda y: torch.cat([y, y]),
+        lambda y: y > 0,
+        lambda y: y.data,
+        lambda y: y.detach(),
+    ):
+        with ops.recomputation(model.head), raises(ops.ProductIsReadError, match="last product"):
+            reads(model.head(torch.zeros(2, model.cfg.dim)))
 
 
 def test_refused_weights_that_are_not_sharded(group):
@@ -2158,6 +2167,17 @@ class Nested(m.Block):
         return y + self.b["proj"](torch.tanh(self.a["proj"](y)))
 
 
+class Compares(m.Block):
+    """A layer that compares its last product with a number. Autograd records no such read."""
+
+    def post(self, x, o, positions):
+        h = x + self.project(self.out, ops.IDENTITY, o.flatten(2))
+        gate_up = self.project(self.gate_up, self.norm, h, self.norm2.weight)
+        product = self.project(self.down, ops.SWIGLU, gate_up)
+        is_large = product.detach().abs().mean(-1, keepdim=True) > 0.1
+        return torch.where(is_large, 0.5 * h, h) + product
+
+
 class EndsInNorm(m.Block):
     """A layer whose last product has a norm before it, whose backward also needs 1 / rms."""
 
@@ -2171,7 +2191,9 @@ class EndsInNorm(m.Block):
         return y + ops.project(self.last, self.norm, y, self.last_norm.weight)
 
 
-@parametrize("block", [Gates, Complex, Transposed, PassesOn, Forgets, Squashes, Nested, EndsInNorm])
+@parametrize(
+    "block", [Gates, Complex, Transposed, PassesOn, Forgets, Squashes, Nested, Compares, EndsInNorm]
+)
 def test_blocks_that_save_unusual_tensors(block, monkeypatch, group):
     """Layers that save views, other dtypes, transposed or no tensors have autograd's gradients.
 
