@@ -465,8 +465,9 @@ def await_ranks(bench: Bench, result: dict) -> None:
     except dist.DistStoreError:
         signal.alarm(10)  # if freeing the row's step waits for other ranks, this ends the process
         sys.exit(
-            f"rank {bench.rank}: {result['label']}: {result['error']}\nOther ranks did not fail, and "
-            "wait for this one. So the table ends here. Rows so far are written"
+            f"rank {bench.rank}: {result['label']}: {result['error']}\n"
+            "Other ranks did not fail, and wait for this one. So the table ends here. Rows so far "
+            "are written"
         )
 
 

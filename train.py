@@ -219,8 +219,8 @@ class Config(Constraints):
     rope_scaling: str = flag(
         "", "Let the rotary embedding reach longer sequences than the model was trained on. "
         "linear:FACTOR, llama3:FACTOR and yarn:FACTOR multiply the length that it reaches; a model "
-        "that has one of these kinds keeps that kind. theta:BASE sets another base. On resume FACTOR "
-        "counts from the run's first weights, and may only become larger.")
+        "that has one of these kinds keeps that kind. theta:BASE sets another base. On resume "
+        "FACTOR counts from the run's first weights, and may only become larger.")
     data: str = flag(
         "transformers", "Training data: transformers (8 MB of Python files of that package, which "
         "are the same for everybody), stdlib (the Python files of this Python's library), a text "
@@ -652,8 +652,8 @@ def choose_device(cfg: Config, local_rank: int) -> torch.device:
 def check_extends(flag: str, earlier: dict, scaling: dict) -> None:
     """Raise ValueError if a resumed run would change its rotary scaling, but not extend it.
 
-    flag: --rope-scaling. earlier: the scaling of the checkpoint, or {}. scaling: what the flag makes
-    of the first model's scaling.
+    flag: --rope-scaling. earlier: the scaling of the checkpoint, or {}. scaling: what the flag
+    makes of the first model's scaling.
     """
     if not earlier or scaling == earlier:
         return
@@ -661,9 +661,10 @@ def check_extends(flag: str, earlier: dict, scaling: dict) -> None:
     if kind != first_kind or scaling["factor"] < earlier["factor"]:
         raise ValueError(
             f"--rope-scaling {flag}: the run has {first_kind} scaling by a factor of "
-            f"{earlier['factor']:g}, and this flag makes it {kind} by {scaling.get('factor', 1):g}. "
-            "A resumed run may only extend its scaling, and FACTOR counts from the run's first "
-            "weights. Drop the flag, or pass the same kind with a larger FACTOR"
+            f"{earlier['factor']:g}, and this flag makes it {kind} by "
+            f"{scaling.get('factor', 1):g}. A resumed run may only extend its scaling, and FACTOR "
+            "counts from the run's first weights. Drop the flag, or pass the same kind with a "
+            "larger FACTOR"
         )
 
 
