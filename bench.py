@@ -527,8 +527,8 @@ def measure_row(bench: Bench, row: Row, look: Callable) -> dict:
         if bench.gpu:
             result["gpu_gib"] = max(gather_objects(train.gpu_peak_gib()))
             result["reserved_gib"] = torch.cuda.max_memory_reserved() / GIB
-            # how often the allocator had no room for a tensor until it gave its unused memory
-            # back to the GPU, which waits for all kernels; since the warm-up
+            # how often, since the warm-up, the allocator found no room for a tensor, and gave its
+            # unused memory back to the GPU. That waits for all kernels
             result["cache_flushes"] = torch.cuda.memory_stats()["num_alloc_retries"]
         # host_rank_gib: the measured peak of the rank that took most. (host_gib is what is planned
         # for a whole node, without what Python, PyTorch and CUDA take for themselves)
@@ -1603,7 +1603,9 @@ def main() -> None:
     if not args.profile:
         command = " ".join([args.table, *args.given.values()])
     file = results_file(args, gpu, hardware)
-    on_rank_0(train.try_folder, str(file.parent))  # fails now rather than after the first row
+    on_rank_0(
+        train.try_folder, file.parent, "the folder of results"
+    )  # fails now rather than after the first row
 
     about = {
         "hardware": hardware,

@@ -115,6 +115,7 @@ from ops import (
     Matrix,
     Positions,
     ProductIsReadError,
+    UnreadProduct,
     _ChunkInputs,
     accumulation_dtype,
     deferred_weight_grads,
@@ -773,7 +774,8 @@ class ChunkedLayers:
             return block.pre(x, positions)
 
         def post(x, o):
-            return (block.post(x, o, positions),)
+            y = block.post(x, o, positions)
+            return (y.unwrap() if isinstance(y, UnreadProduct) else y,)
 
         if half == "pre":
             fn = pre

@@ -570,15 +570,15 @@ class ProductIsReadError(ValueError):
 
 
 class UnreadProduct(Tensor):
-    """Stands for a product that recomputation has left out (find_unread_product).
+    """Stands for a product that recomputation has left out (find_unread_product), or for a sum that
+    it is a term of. Its values are NaN.
 
-    It may be a term of one sum, which is what a layer returns, and it may say its shape. Any other
-    operator raises ProductIsReadError. NaN would not be enough: a comparison makes an ordinary bool
-    of it.
+    It may be added to another tensor, because the gradients of a sum do not depend on its terms. It
+    may also say its shape. Any other operator raises ProductIsReadError. NaN alone would not be
+    enough: a comparison makes an ordinary bool of it.
     """
 
-    was_added = False
-    SUMS = {torch.add, Tensor.add, Tensor.add_, Tensor.__add__, Tensor.__radd__, Tensor.__iadd__}
+    SUMS = {torch.add, Tensor.add, Tensor.__add__, Tensor.__radd__}
     SAY_SHAPE = {
         *(Tensor.size, Tensor.dim, Tensor.shape.__get__, Tensor.ndim.__get__),
         *(Tensor.dtype.__get__, Tensor.device.__get__),
@@ -586,16 +586,19 @@ class UnreadProduct(Tensor):
 
     @classmethod
     def __torch_function__(cls, function, types, args=(), kwargs=None):
-        if function not in cls.SAY_SHAPE:
-            terms = [x for x in args if isinstance(x, cls)]  # [] if it is in a list or a keyword
-            if function not in cls.SUMS or len(terms) != 1 or terms[0].was_added:
-                raise ProductIsReadError(
-                    f"a layer's last product is read by {function.__name__}, although "
-                    "recomputation leaves it out"
-                )
-            terms[0].was_added = True
-        with torch._C.DisableTorchFunctionSubclass():  # so the result is an ordinary Tensor
-            return function(*args, **kwargs or {})
+        if function not in cls.SUMS and function not in cls.SAY_SHAPE:
+            raise ProductIsReadError(
+                f"a layer's last product is read by {function.__name__}, although recomputation "
+                "leaves it out"
+            )
+        with torch._C.DisableTorchFunctionSubclass():  # function acts as on ordinary tensors
+            result = function(*args, **kwargs or {})
+            return result.as_subclass(cls) if function in cls.SUMS else result
+
+    def unwrap(self) -> Tensor:
+        """Return the same as an ordinary Tensor, for a caller that reads only its graph."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return self.as_subclass(Tensor)
 
 
 class _Project(Function):
@@ -638,7 +641,7 @@ def project(matrix: Matrix, prologue: Prologue, x: Tensor, *inputs: Tensor) -> T
     y = _Project.apply(matrix, prologue, is_unread, matrix.weight, x, *inputs)
     # if the product is unread, tp_output exchanges nothing in forward, and the gradient in backward
     y = matrix.tp_output(y, is_unread)
-    if is_unread and type(y) is Tensor:  # fake tensors, which tests use, cannot change their class
+    if is_unread and type(y) is Tensor:  # PyTorch cannot change the class of a FakeTensor
         return y.as_subclass(UnreadProduct)
     return y
 

@@ -1226,7 +1226,7 @@ class Conversations:
 
     # ---- ids and mask
 
-    def encode(self, record: dict, is_table: bool = False) -> tuple[np.ndarray, np.ndarray]:
+    def encode(self, record: dict, is_table: bool) -> tuple[np.ndarray, np.ndarray]:
         """Return the ids of a conversation and its mask, both (tokens,). is_table: the record is a
         row of a table. Raises ValueError, also if the document token occurs before the end of the
         conversation."""
@@ -1320,8 +1320,8 @@ def token_counts(offsets: list[tuple[int, int]], counts: np.ndarray) -> np.ndarr
     return (before[np.minimum(ends, limit)] > before[np.minimum(starts, limit)]).astype(np.uint8)
 
 
-# Entries of a conversation that hold any JSON: what a tool is called with, and the JSON schema of
-# what it takes. A null in them is a value
+# Entries of a conversation that may hold any JSON: the arguments of a tool's call, and the schema
+# of a tool's parameters. There, null is a value like any other
 FREE_FORM = ("arguments", "parameters")
 
 
@@ -1335,11 +1335,13 @@ def without_nulls(value, is_table: bool):
     if isinstance(value, list):
         return [without_nulls(item, is_table) for item in value]
     if isinstance(value, dict):
-        return {
-            key: item if key in FREE_FORM and not is_table else without_nulls(item, is_table)
-            for key, item in value.items()
-            if item is not None or key == "content"
-        }
+        kept = {}
+        for key, item in value.items():
+            if key in FREE_FORM and not is_table and item is not None:
+                kept[key] = item
+            elif item is not None or key == "content":
+                kept[key] = without_nulls(item, is_table)
+        return kept
     return value
 
 

@@ -1945,8 +1945,8 @@ def test_forks_that_would_train_wrong_are_refused(group):
     meta device, which would get no values; a layer that stores a tensor of one chunk in an
     attribute, or in a list; and a layer whose input is not the output of the layer before it,
     because recomputation would take that output. A product that recomputation leaves out can only
-    be added, so that nobody reads it unnoticed. Catches a fork that uses weights, layers or
-    products in one of these ways.
+    be added to others, so that nobody reads it unnoticed. Catches a fork that uses weights, layers
+    or products in one of these ways.
     """
     cpu = torch.device("cpu")
 
@@ -1985,18 +1985,20 @@ def test_forks_that_would_train_wrong_are_refused(group):
     with raises(ValueError, match=message):
         model(*example(seq=SEQ, vocab=67))
 
-    # a product that recomputation leaves out: it may only be added once
-    for reads in (
-        lambda y: (1 + y, 1 + y),
-        lambda y: y + y,
-        lambda y: torch.add(1, other=y),
-        lambda y: torch.cat([y, y]),
-        lambda y: y > 0,
-        lambda y: y.data,
-        lambda y: y.detach(),
-    ):
-        with ops.recomputation(model.head), raises(ops.ProductIsReadError, match="last product"):
-            reads(model.head(torch.zeros(2, model.cfg.dim)))
+    # a product that recomputation leaves out: nothing may read it, or a sum that it is a term of
+    with ops.recomputation(model.head):
+        product = model.head(torch.zeros(2, model.cfg.dim))
+    for y in (product, 1 + product, torch.add(product, other=product)):
+        assert y.shape == (2, model.cfg.vocab) and y.unwrap().isnan().all()
+        for reads in (
+            lambda y: torch.cat([y, y]),
+            lambda y: y > 0,
+            lambda y: y.add_(1),
+            lambda y: y.data,
+            lambda y: y.detach(),
+        ):
+            with raises(ops.ProductIsReadError, match="last product is read by"):
+                reads(y)
 
 
 def test_refused_weights_that_are_not_sharded(group):
@@ -2178,6 +2180,17 @@ class Compares(m.Block):
         return torch.where(is_large, 0.5 * h, h) + product
 
 
+class ComparesSum(m.Block):
+    """A layer that compares a sum, a term of which is its last product, with a number."""
+
+    def post(self, x, o, positions):
+        h = x + self.project(self.out, ops.IDENTITY, o.flatten(2))
+        gate_up = self.project(self.gate_up, self.norm, h, self.norm2.weight)
+        total = h + self.project(self.down, ops.SWIGLU, gate_up)
+        is_large = total.detach().abs().mean(-1, keepdim=True) > 0.8
+        return torch.where(is_large, 0.5 * h, h) + total
+
+
 class EndsInNorm(m.Block):
     """A layer whose last product has a norm before it, whose backward also needs 1 / rms."""
 
@@ -2192,7 +2205,11 @@ class EndsInNorm(m.Block):
 
 
 @parametrize(
-    "block", [Gates, Complex, Transposed, PassesOn, Forgets, Squashes, Nested, Compares, EndsInNorm]
+    "block",
+    [
+        *(Gates, Complex, Transposed, PassesOn, Forgets),
+        *(Squashes, Nested, Compares, ComparesSum, EndsInNorm),
+    ],
 )
 def test_blocks_that_save_unusual_tensors(block, monkeypatch, group):
     """Layers that save views, other dtypes, transposed or no tensors have autograd's gradients.

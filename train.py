@@ -865,14 +865,15 @@ def open_data(cfg: Config, model: ModelConfig) -> tuple[Config, Mixture, Mixture
     return cfg, *all_or_none(check_and_split)
 
 
-def try_folder(folder: str, flag: str = "") -> None:
+def try_folder(folder: str | Path, name: str) -> None:
     """Raise ValueError if files cannot be written to a folder, which is made if it is missing.
-    flag: the flag that names it, and a space."""
+    name: what the error calls the folder, for example the flag that names it."""
     try:
         os.makedirs(folder, exist_ok=True)
         tempfile.TemporaryFile(dir=folder).close()
     except OSError as e:
-        raise ValueError(f"{flag}{folder} cannot be written: {e}. Name another folder") from e
+        shown = folder or "''"
+        raise ValueError(f"{name} {shown} cannot be written: {e}. Name another folder") from e
 
 
 def check_folders(
@@ -882,19 +883,18 @@ def check_folders(
     --export cannot be written, if the export would overwrite files, or if Hugging Face's format
     cannot express the model."""
     resumed_step = resumed.meta["step"] if resumed else None
-    try_folder(cfg.out, "--out ")
+    try_folder(cfg.out, "--out")
     for name in ("lock", "log.jsonl"):
         own_or_absent(Path(cfg.out, name))
     if not cfg.export:
         return
 
-    try_folder(cfg.export, "--export ")
+    try_folder(cfg.export, "--export")
     if os.path.samefile(cfg.export, cfg.out):
         raise ValueError(f"--export {cfg.export} is also --out. Name another folder")
     hf.check_export_folder(Path(cfg.export), hf.run_number(Path(cfg.out)), resumed_step)
-    try_folder(
-        Path(cfg.export).resolve().parent, "--export: "
-    )  # an export is written beside its folder
+    # an export is first written beside its folder
+    try_folder(Path(cfg.export).resolve().parent, "--export: its parent")
     if cfg.attention in KERNELS and not KERNELS[cfg.attention].plain:
         raise ValueError(
             f"--export: Hugging Face's models cannot compute --attention {cfg.attention}. "

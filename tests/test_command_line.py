@@ -29,7 +29,7 @@ REFUSED = [
         "argument --seq: 4{400} is not a whole number. Write it as 4096",
     ),
     ("train.py --export /", "--export / is the root of all folders. Name a folder in it"),
-    ("train.py --out=", "--out  cannot be written: "),
+    ("train.py --out=", "--out '' cannot be written: "),
     ("train.py --seq 5T", "5T is not a whole number. Write it as 4096"),
     ("train.py --seq 0.3K", "0.3K is not a whole number"),
     ("train.py --model llama-8b", "llama-8b: choose one of .*65b.*llama3-8b"),
