@@ -24,21 +24,28 @@ lint: .venv/ready
 	.venv/bin/ruff format --check
 	.venv/bin/ruff check
 
-# The tests run in two halves at once, which end together. The first half has the cases of many
-# ranks and simulated steps, and for balance the race checker, some forks and the planner's
-# questions. It makes way for the other half, some of whose tests wait for a few seconds only.
+# The tests run in three parts at once:
+#   many ranks   the cases of many ranks and simulated steps, and for balance the race checker, some
+#                forks, the planner's questions and the bench. It makes way for the other parts, some
+#                of whose tests wait for a few seconds only
+#   faults       signals, lost ranks and restarts; these tests mostly wait
+#   others       all other tests
 MANY_RANKS := equals_one_process or resumed_under or counted_memory or flag_by_hand or \
-              test_streams or look_at_positions
+              test_streams or look_at_positions or test_bench
 test: lint
-	@echo "make test takes about 12 minutes on two idle cores. It runs two halves at once: each"
-	@echo "line begins with its half, and ends with how much of that half is done."
-	@$(MAKE) --no-print-directory -j2 test-many-ranks test-others
+	@echo "make test takes about 12 minutes on two idle cores. It runs three parts at once: each"
+	@echo "line begins with its part, and ends with how much of that part is done."
+	@$(MAKE) --no-print-directory -j3 test-many-ranks test-faults test-others
 
 test-many-ranks:
 	@nice $(PYTEST) test_all.py tests -k "$(MANY_RANKS)" | sed -u "s/^/many ranks | /"
 
+test-faults:
+	@$(PYTEST) tests/test_faults.py | sed -u "s/^/faults     | /"
+
 test-others:
-	@$(PYTEST) test_all.py tests -k "not ($(MANY_RANKS))" | sed -u "s/^/others     | /"
+	@$(PYTEST) test_all.py tests --ignore tests/test_faults.py -k "not ($(MANY_RANKS))" \
+	  | sed -u "s/^/others     | /"
 
 test-all: .venv/ready
 	ALL_COMBINATIONS=1 $(PYTEST) test_all.py tests
@@ -52,4 +59,4 @@ test-gpu: .venv/ready
 	.venv/bin/pip install --quiet -r requirements.txt
 	touch $@
 
-.PHONY: train check lint test test-many-ranks test-others test-all test-gpu
+.PHONY: train check lint test test-many-ranks test-faults test-others test-all test-gpu

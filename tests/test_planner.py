@@ -355,9 +355,9 @@ def first_plan(
         return planner.plan(asked, m.MODELS[asked.model], here or asked.hardware())[0]
 
 
-# of the first twenty seeds, all but the four that take longest; together they draw each flag. Seed
-# 52: its best plan runs layers in one chunk, and ties with whole layers
-SEEDS = [0, 2, 4, 5, 6, *range(8, 18), 19, 52]
+# the quickest of the first twenty seeds, and 17 and 52, which draw flags that the others do not. The
+# best plan of seed 52 runs layers in one chunk, and ties with whole layers
+SEEDS = [0, 2, 4, 5, 6, 10, 12, 14, 15, 17, 19, 52]
 
 
 @slow
