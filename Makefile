@@ -26,8 +26,8 @@ lint: .venv/ready
 
 # The tests run in three parts at once:
 #   many ranks   the cases of many ranks and simulated steps, and for balance the race checker, some
-#                forks, the planner's questions and the bench. It makes way for the other parts, some
-#                of whose tests wait for a few seconds only
+#                forks, the planner's questions and the bench. It makes way for the other parts,
+#                some of whose tests wait for a few seconds only
 #   faults       signals, lost ranks and restarts; these tests mostly wait
 #   others       all other tests
 MANY_RANKS := equals_one_process or resumed_under or counted_memory or flag_by_hand or \

@@ -355,8 +355,8 @@ def first_plan(
         return planner.plan(asked, m.MODELS[asked.model], here or asked.hardware())[0]
 
 
-# the quickest of the first twenty seeds, and 17 and 52, which draw flags that the others do not. The
-# best plan of seed 52 runs layers in one chunk, and ties with whole layers
+# the quickest of the first twenty seeds, and seeds 17 and 52, which draw flags that the others do
+# not. The best plan of seed 52 runs layers in one chunk, and ties with whole layers
 SEEDS = [0, 2, 4, 5, 6, 10, 12, 14, 15, 17, 19, 52]
 
 
