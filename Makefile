@@ -25,15 +25,15 @@ lint: .venv/ready
 	.venv/bin/ruff check
 
 # The tests run in three parts at once:
-#   many ranks   the cases of many ranks and simulated steps, and for balance the race checker, some
-#                forks, the planner's questions and the bench. It makes way for the other parts,
-#                some of whose tests wait for a few seconds only
+#   many ranks   the cases of many ranks and simulated steps, and for balance the race checker, the
+#                planner's questions and the bench. It makes way for the other parts, some of whose
+#                tests wait for a few seconds only
 #   faults       signals, lost ranks and restarts; these tests mostly wait
 #   others       all other tests
 MANY_RANKS := equals_one_process or resumed_under or counted_memory or flag_by_hand or \
-              test_streams or look_at_positions or test_bench
+              test_streams or test_bench
 test: lint
-	@echo "make test takes about 12 minutes on two idle cores. It runs three parts at once: each"
+	@echo "make test takes 12 to 20 minutes on two idle cores. It runs three parts at once: each"
 	@echo "line begins with its part, and ends with how much of that part is done."
 	@$(MAKE) --no-print-directory -j3 test-many-ranks test-faults test-others
 
