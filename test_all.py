@@ -18,10 +18,9 @@ runs in one process. A *case* is one line of CASES that says how the project run
     # ...          why the case is there
     other keys     have their defaults, which are the first values in VALUES
 
-Such a case trains two steps, and evaluates the weights. The first step clips gradients, the second
-one does not. In a third step the loss or the gradients are not finite, so no weight and no state of
-the optimizer may change. Losses, gradient norms and updated weights are compared with Plain's. In
-float64 they agree to 1e-10.
+Such a case trains four steps. They include gradient clipping, an evaluation, and one step whose
+loss or gradients are not finite and which must change nothing. Its losses, gradient norms and
+updated weights are compared with Plain's. In float64 they agree to 1e-10.
 
 Two tricks turn races into wrong numbers. Buffers are filled with NaN when they may be overwritten,
 and so are messages after they are sent, so a value that is read too late is NaN. And streams and
@@ -112,17 +111,15 @@ SMALL = replace(
 
 SEQ = 48  # tokens per sequence
 BATCH = 8  # sequences per step
-STEPS = 3  # of a case
 CLIP_NORMS = (0.2, 0.0, 0.2, 0.2)  # --clip of each step, below its gradient norm; 0: no clipping
 NONFINITE_STEP = 2  # in this step one rank's loss or gradient is not finite; nothing may change
 END_TOKEN = 5  # the token that ends a document, if a case has documents
 IGNORED_TOKEN = 3  # where the label is this token, the loss leaves it out
 # Relative errors allowed in (losses, gradient norms, weight updates). For comparison: Plain itself
-# in bf16, with its float64 weights rounded before each of four steps, errs by up to 0.002, 0.023
-# and 0.25, over all sizes and blocks except "deep" and "deeper". With float8 products in bf16 it
-# errs by up to 0.007, 0.11 and 0.70. There, bf16's errors decide which way some operands are
-# rounded, and Adam's first steps change each element by about the same size. No update at all would
-# err by 1.
+# in bf16, with its float64 weights rounded before each step, errs by up to 0.002, 0.023 and 0.25,
+# over all sizes and blocks except "deep" and "deeper". With float8 products in bf16 it errs by up
+# to 0.007, 0.11 and 0.70. There, bf16's errors decide which way some operands are rounded, and
+# Adam's first steps change each element by about the same size. No update at all would err by 1.
 TOLERANCES = {
     "fp64": (1e-10, 1e-10, 1e-10),
     "bf16": (0.004, 0.08, 0.4),
@@ -561,8 +558,8 @@ def reference_steps(
 
 
 def reference_of_case(case: dict) -> tuple:
-    """Return reference_steps of the model that a case trains."""
-    documents = STEPS * (case["docs"],)
+    """Return reference_steps of the model that a case trains, for four steps."""
+    documents = 4 * (case["docs"],)
     return reference_steps(
         case["model"],
         case["block"],
@@ -572,7 +569,7 @@ def reference_of_case(case: dict) -> tuple:
         case["frozen"],
         case["moments"],
         case["tied"],
-        STEPS * (product_numbers(case),) if case["products"] == "fp8" else (),
+        4 * (product_numbers(case),) if case["products"] == "fp8" else (),
     )
 
 
@@ -839,7 +836,7 @@ def assert_equals_plain(
     folder: Path | None = None,
     only_step: int | None = None,
 ) -> None:
-    """Run a case's steps and compare them with Plain's (reference_steps).
+    """Run a case's four steps and compare them with Plain's (reference_steps).
 
     The assertion fails on all ranks or on none. only_step: run only this step. Its states come
     from the last checkpoint in the folder, and are saved there again.
@@ -856,7 +853,7 @@ def assert_equals_plain(
     else:
         checkpoint.load_checkpoint(states, checkpoint.find_checkpoint(folder, "latest"))
 
-    for i in range(STEPS) if only_step is None else [only_step]:
+    for i in range(4) if only_step is None else [only_step]:
         batch = train.load_batch(run, i * BATCH)
         expected_loss, expected_norm = expected_steps[i]
         if i == 0 and run.plan.pp > 1:
@@ -884,7 +881,15 @@ def assert_equals_plain(
         else:
             errors += compare_numbers(loss, expected_loss, loss_tolerance, f"step {i}, loss")
             errors += compare_numbers(norm, expected_norm, norm_tolerance, f"step {i}, norm")
-            errors += find_wrong_sums(case, run, states)
+
+    if case["dtype"] == "bf16" and case["micro"] > 1:
+        if case["layout"] == "intra" and case["g"] == run.plan.state_ranks:
+            rounded = find_rounded_gradients(states)
+            trained = [module for module in states.sharded_params if not module.frozen]
+            if case["sums"] == "fp32":
+                errors += rounded
+            elif len(rounded) < len(trained) / 2:  # of the others this rank may have only padding
+                errors.append("gradients were not rounded to bf16")
 
     if only_step is None or only_step == len(expected_steps) - 1:
         weights = {name: states.full_param(name).cpu() for name in expected_weights}
@@ -907,21 +912,6 @@ def assert_equals_plain(
     errors_by_rank = [None] * dist.get_world_size()
     dist.all_gather_object(errors_by_rank, errors)
     assert not any(errors_by_rank), next(filter(None, errors_by_rank))
-
-
-def find_wrong_sums(case: dict, run: train.Run, states: shard.States) -> list[str]:
-    """Return an error for each gradient that a bf16 case has summed in another dtype than it should
-    (--grad-sums). Cases that show it have several micro-batches, and g shards of each gradient."""
-    if case["dtype"] != "bf16" or case["micro"] == 1:
-        return []
-    if case["layout"] != "intra" or case["g"] != run.plan.state_ranks:
-        return []
-    rounded = find_rounded_gradients(states)
-    if case["sums"] == "fp32":
-        return rounded
-    trained = [module for module in states.sharded_params if not module.frozen]
-    # of the others this rank may have only padding
-    return [] if len(rounded) >= len(trained) / 2 else ["gradients were not rounded to bf16"]
 
 
 def find_rounded_gradients(states: shard.States) -> list[str]:
@@ -969,7 +959,7 @@ def find_different_copies(states: shard.States) -> list[str]:
 
 
 def weight_updates(first: dict, last: dict, expected: dict, dtype: str) -> dict:
-    """Return what the steps added to each weight in `last`: name -> (update, Plain's update).
+    """Return what four steps added to each weight in `last`: name -> (update, Plain's update).
 
     In bf16 all vectors are joined into one row. They have few elements, and Adam's first steps
     change each element by the same size, so noise that flips a few signs would count too much.
@@ -1111,7 +1101,7 @@ def expose_races() -> None:
 def check_cases(cases: list[dict], folder: Path, first_step: int | None = None) -> None:
     """Compare all cases with the references that the folder holds. Runs on each rank.
 
-    first_step: None: each case trains all its steps. Otherwise the cases are consecutive steps of
+    first_step: None: each case trains all four steps. Otherwise the cases are consecutive steps of
     one run. The first case runs only this step, the next case only the step after it, and so on.
     """
     expose_races()
