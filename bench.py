@@ -206,8 +206,8 @@ def peer_run(bench: Bench, cfg: Config) -> Run:
 # ---------------------------------------------------------------------------- clocks
 
 
-def clock(bench: Bench, step: Callable, repeats: int, first_counts: bool = False) -> float:
-    """Return the median seconds of `repeats` steps, after one step that does not count. With
+def clock(bench: Bench, step: Callable, repeats: int, first_counts: bool = False) -> list[float]:
+    """Return the seconds of each of `repeats` steps, after one step that does not count. With
     first_counts, there is no such step before them.
 
     A step's time is from the end of the previous step's computation to the end of its own. As in
@@ -229,7 +229,7 @@ def clock(bench: Bench, step: Callable, repeats: int, first_counts: bool = False
             ends.append(time.perf_counter())
     finally:
         gc.unfreeze()
-    return statistics.median(end - start for start, end in itertools.pairwise(ends))
+    return [end - start for start, end in itertools.pairwise(ends)]
 
 
 def device_seconds(bench: Bench, work: Callable) -> float:
@@ -383,8 +383,12 @@ def build_step(row: Row, run: Run) -> Step:
 
 def timed_steps(bench: Bench, run: Run) -> int:
     """Return how many steps of a row are timed: as many as take 20 seconds by prediction, but at
-    least 1 and at most 10 (on a CPU, 3)."""
-    return max(1, min(10 if bench.gpu else 3, int(20 / run.plan.step_s)))
+    most 10 (on a CPU, 3) and at least 3. Of steps longer than 20 seconds, only 1 is timed.
+
+    The median of three steps leaves out one that something else on the machine slowed down."""
+    if run.plan.step_s > 20:
+        return 1
+    return max(3, min(10 if bench.gpu else 3, int(20 / run.plan.step_s)))
 
 
 def shallow_run(run: Run) -> Run:
@@ -411,16 +415,16 @@ def shallow_run(run: Run) -> Run:
     return replace(run, plan=costs.predict(plan, machine.profile, run.kernel, machine.processor))
 
 
-def time_step(bench: Bench, step: Step, warm: bool = False) -> float:
-    """Warm a step up, and return its median seconds. A collective. warm: its kernels were used
-    before, so that already the first step counts."""
+def time_step(bench: Bench, step: Step, warm: bool = False) -> list[float]:
+    """Warm a step up, and return the seconds of each timed step. A collective. warm: its kernels
+    were used before, so that already the first step counts."""
     repeats = timed_steps(bench, step.run)
     if warm:
         return clock(bench, step, repeats, first_counts=True)
     if step.memory:
         # replay.py records the third step, and may capture the fourth as a CUDA graph
         warm_up_steps = 4
-    elif repeats > 1:
+    elif repeats > 3:
         warm_up_steps = 3 if repeats > 5 else 1
     else:
         warm_up_steps = 0  # steps are long, so the one that `clock` does not count is enough
@@ -443,6 +447,14 @@ def warm_up_shallow(bench: Bench, run: Run) -> str:
     del step
     release(bench)
     return f"a step with {shallow.plan.model.layers} layers"
+
+
+def host_copy_rate(bench: Bench, run: Run) -> float:
+    """Return bytes/s of copies to the host while all GPUs copy. A row reports it because machines
+    of one kind differ in it, and a step that swaps may depend on it. A collective."""
+    machine = Machine(bench.device, bench.dtype, [run.kernel], run.plan.per_node)
+    machine.sizes = (2**26,)
+    return machine.copy_rate()
 
 
 def await_ranks(bench: Bench, result: dict) -> None:
@@ -488,7 +500,7 @@ def measure_row(bench: Bench, row: Row, look: Callable) -> dict:
         "seq": cfg.seq,
         "gpus": bench.world if bench.gpu else 0,
     }
-    seconds = math.inf  # stays infinite if the row fails
+    timed = [math.inf]  # seconds of each timed step. Stays infinite if the row fails
     knows_peak = False  # whether Linux counts the peak of host memory for this row only
     with contextlib.ExitStack() as cleanup:
         try:
@@ -507,22 +519,26 @@ def measure_row(bench: Bench, row: Row, look: Callable) -> dict:
             warm = is_long and not row.peer and run.cfg.memplan == "off"
             if warm:
                 result["warm_up"] = warm_up_shallow(bench, run)
+            if bench.gpu and not row.peer and run.plan.host_bytes:
+                result["host_copy_gb_s"] = host_copy_rate(bench, run) / 1e9
             step = cleanup.enter_context(build_step(row, run))
             if not row.peer and run.plan.step_s > 30:
                 print0(f"{row.label}: a step should take {run.plan.step_s:.0f} s")
-            seconds = time_step(bench, step, warm)
+            timed = time_step(bench, step, warm)
             result |= look(bench, step)
         except (torch.OutOfMemoryError, ConfigError, ImportError) as e:
-            seconds = math.inf  # it was timed, but `look` failed
+            timed = [math.inf]  # it was timed, but `look` failed
             result["error"] = str(e)[:600]
             print0(f"{row.label}: {result['error']}")
 
         await_ranks(bench, result)
-        seconds = max(gather_objects(seconds))  # infinite on all ranks if the row failed on one
+        # the slowest rank counts. So the seconds are infinite on all ranks if the row failed on one
+        timed = max(gather_objects(timed), key=statistics.median)
+        seconds = statistics.median(timed)
         if math.isfinite(seconds):
             result |= run.plan.rates(seconds, run.hardware.profile.peak_flops)
             result |= {"step_s": seconds, "bound_ratio": kernels / seconds}
-            result["timed_steps"] = timed_steps(bench, run)
+            result |= {"timed_steps": len(timed), "timed_s": timed}
         result["oom"] = math.isinf(seconds)
         if bench.gpu:
             result["gpu_gib"] = max(gather_objects(train.gpu_peak_gib()))
@@ -667,7 +683,7 @@ def rows_of_largest_model(bench: Bench, flags: str, max_seconds: float) -> list[
     shortest of them is too long, there is no second row.
 
     The GPUs hold a model if its model states and the activations of a micro-batch of short
-    sequences fit without recomputation and swapping. A step of more than 10 seconds runs twice
+    sequences fit without recomputation and swapping. A step of more than 20 seconds runs twice
     (time_step). So with max_seconds=45 the second row takes about two minutes.
 
     Example: one H100 holds 1b. Its first row has 16 sequences of 4K tokens per step.
@@ -1189,6 +1205,7 @@ COLUMNS = {
     "barrier ms":       ("barrier_ms",              ".1f"),
     "to host ms":       ("to_host_ms",              ".1f"),
     "from host ms":     ("from_host_ms",            ".1f"),
+    "to host GB/s":     ("host_copy_gb_s",          ".1f"),
     "requests":         ("requests",                ","),
     "reserved GiB":     ("reserved_gib",            ".2f"),
     "cache flushes":    ("cache_flushes",           ","),

@@ -658,7 +658,7 @@ def test_clock_does_not_count_what_was_queued_before(monkeypatch):
         gpu.step(5.0)
     for repeats in (1, 4):
         seconds = bench.clock(SimpleNamespace(gpu=True), lambda: gpu.step(2.0), repeats)
-        assert seconds == approx(2.0, rel=0.01)
+        assert seconds == [approx(2.0, rel=0.01)] * repeats
         gpu.step(7.0)
 
 
@@ -676,7 +676,7 @@ def test_clock_warms_up_at_least_once():
         def __call__(self):
             time.sleep(next(seconds))
 
-    assert bench.time_step(SimpleNamespace(gpu=False), SlowFirst()) < 0.1
+    assert max(bench.time_step(SimpleNamespace(gpu=False), SlowFirst())) < 0.1
 
 
 def test_clock_counts_the_first_step_if_it_is_told_so(monkeypatch):
@@ -692,7 +692,7 @@ def test_clock_counts_the_first_step_if_it_is_told_so(monkeypatch):
     gpu.step(5.0)
     steps = iter([2.0])
     seconds = bench.clock(SimpleNamespace(gpu=True), lambda: gpu.step(next(steps)), 1, True)
-    assert seconds == approx(2.0, rel=0.01)
+    assert seconds == [approx(2.0, rel=0.01)]
 
 
 @parametrize(
