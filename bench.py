@@ -449,14 +449,6 @@ def warm_up_shallow(bench: Bench, run: Run) -> str:
     return f"a step with {shallow.plan.model.layers} layers"
 
 
-def host_copy_rate(bench: Bench, run: Run) -> float:
-    """Return bytes/s of copies to the host while all GPUs copy. A row reports it because machines
-    of one kind differ in it, and a step that swaps may depend on it. A collective."""
-    machine = Machine(bench.device, bench.dtype, [run.kernel], run.plan.per_node)
-    machine.sizes = (2**26,)
-    return machine.copy_rate()
-
-
 def await_ranks(bench: Bench, result: dict) -> None:
     """If this rank's row failed, wait until all ranks are at the end of the row.
 
@@ -520,7 +512,8 @@ def measure_row(bench: Bench, row: Row, look: Callable) -> dict:
             if warm:
                 result["warm_up"] = warm_up_shallow(bench, run)
             if bench.gpu and not row.peer and run.plan.host_bytes:
-                result["host_copy_gb_s"] = host_copy_rate(bench, run) / 1e9
+                # machines with the same GPUs differ in it
+                result["host_copy_gb_s"] = train.host_copy_rate(bench.device) / 1e9
             step = cleanup.enter_context(build_step(row, run))
             if not row.peer and run.plan.step_s > 30:
                 print0(f"{row.label}: a step should take {run.plan.step_s:.0f} s")

@@ -179,6 +179,7 @@ from streams import (
     host_memories,
     in_unit,
     own_host_bytes,
+    pin_host_buffers,
 )
 from tensor import TensorParallel, check_tensor_parallel, split_model
 
@@ -1465,6 +1466,44 @@ def warn_of_short_gpu_memory(run: Run) -> None:
         )
 
 
+SLOW_COPIES = 0.8  # a run warns if copies to the host reach less than this share of the profile's
+
+
+def host_copy_rate(device: torch.device) -> float:
+    """Return bytes/s of the slowest GPU's copies to the host, while all GPUs copy. It takes about
+    20 ms. A collective of all ranks."""
+    copies, is_gpu = 8, device.type == "cuda"
+    on_gpu = torch.empty(2**26, dtype=torch.uint8, device=device)
+    (on_host,) = pin_host_buffers([on_gpu.nbytes], pin=is_gpu)
+    wait_for_copies = torch.cuda.synchronize if is_gpu else lambda: None
+    on_host.copy_(on_gpu, non_blocking=True)  # the first copy takes longer
+    wait_for_copies()
+    gather_objects(None)  # so that all ranks begin together
+    start = time.perf_counter()
+    for _ in range(copies):
+        on_host.copy_(on_gpu, non_blocking=True)
+    wait_for_copies()
+    return min(gather_objects(copies * on_gpu.nbytes / (time.perf_counter() - start)))
+
+
+def warn_of_slow_host_copies(run: Run) -> None:
+    """Print a warning if this machine copies to the host more slowly than the plan expects.
+
+    Machines with the same GPU differ in how it reaches the host. A plan that swaps activations or
+    streams states would then wait for copies, and nothing else would say why. A collective of all
+    ranks."""
+    if run.device.type == "cpu" or not run.plan.host_bytes:
+        return
+    rate, profile = host_copy_rate(run.device), run.hardware.profile
+    if rate < SLOW_COPIES * profile.to_host:
+        print0(
+            f"WARNING: copies to the host run at {rate / 1e9:.1f} GB/s per GPU, and the plan "
+            f"expects {profile.to_host / 1e9:.1f} GB/s (profile {profile.name}). So a step may "
+            "wait for copies. To plan with the rates of this machine, measure them: "
+            f"torchrun --nproc_per_node {run.plan.per_node} bench.py --profile mine"
+        )
+
+
 def random_weight(run: Run, states: States, name: str) -> Tensor:
     """Return the first value of a weight that no file holds."""
     shape, mean_std = states.shapes[name], states.weight_init[name]
@@ -1540,6 +1579,7 @@ def build_run(
     else:
         load_random_weights(run, states)
     warn_of_short_gpu_memory(run)
+    warn_of_slow_host_copies(run)
 
     room = None  # bytes of host memory for the copies that --save-async makes
     if cfg.save_async:

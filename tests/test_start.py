@@ -19,7 +19,7 @@ import planner
 import ranks
 import streams
 import train
-from helpers import make_tokenizer, on_file_event, saved_steps
+from helpers import make_tokenizer, on_file_event, round_machine, saved_steps
 from test_all import ROOT, main, parametrize, slow
 
 GIB = 2**30
@@ -247,6 +247,32 @@ def test_a_plan_for_more_gpu_memory_than_is_left_is_announced(
     assert ("WARNING: this plan takes 75.0 GiB" in text) == bool(advice)
     assert not advice or "leave only 73.0 GiB of 80.0 GiB" in text
     assert not advice or f"--gpu-memory {advice} or less" in text
+
+
+@parametrize("rate, warned", [(45e9, False), (25e9, True)])
+def test_a_host_that_copies_slowly_is_announced(rate, warned, group, monkeypatch, capsys):
+    """A plan that copies to the host is announced if its machine's copies are much slower than its
+    profile's. A plan that copies nothing measures nothing.
+
+    Catches a step that waits for copies, and no one knows why.
+    """
+    assert 1e8 < train.host_copy_rate(torch.device("cpu")) < 1e12  # it can run without a GPU, too
+    profile = round_machine(to_host=50e9)
+    run = SimpleNamespace(
+        device=torch.device("cuda"),
+        plan=SimpleNamespace(host_bytes=GIB, per_node=4),
+        hardware=SimpleNamespace(profile=profile),
+    )
+    monkeypatch.setattr(train, "host_copy_rate", lambda _: rate)
+    train.warn_of_slow_host_copies(run)
+    text = capsys.readouterr().out
+    assert ("WARNING: copies to the host run at 25.0 GB/s per GPU" in text) == warned
+    assert not warned or "expects 50.0 GB/s (profile round)" in text
+    assert not warned or "torchrun --nproc_per_node 4 bench.py --profile mine" in text
+
+    monkeypatch.setattr(train, "host_copy_rate", None)
+    run.plan.host_bytes = 0
+    train.warn_of_slow_host_copies(run)
 
 
 def test_a_plan_for_more_host_memory_than_is_left_is_announced(tmp_path, monkeypatch, capsys):
