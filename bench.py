@@ -21,7 +21,8 @@ recomputes all but attention, with all model states in host memory. A peer runs 
 size that the planner predicts to be the fastest with unlimited memory. --micro-batch sets another
 size.
 
-Steps run on random tokens, and a time is the median after a warm-up. MFU counts the model's FLOPs
+Steps run on random tokens. A time is the median of at least three steps after a warm-up; of steps
+that should take more than 20 seconds, only one is timed. MFU counts the model's FLOPs
 (model.flops_per_token), but not those of recomputation. Causal MFU counts half of the attention
 matrix, full MFU all of it. The kernel bound is the causal MFU that a step would have if it ran only
 its attention and matrix kernels. The percent of kernel bound is the step's causal MFU divided by

@@ -37,9 +37,10 @@ OUT/log.jsonl has the same numbers and more, one row per step.
 SIGTERM, SIGINT, SIGHUP, SIGUSR1 or SIGUSR2 lets the run finish its step, save (checkpoint.py) and
 end. --stop-after does the same when the time is nearly over. If an evaluation is running, it is
 broken off. If training has not begun, the run ends without saving. A killed run loses only the
-steps since its last checkpoint: `--resume` continues from there, and under the same plan its losses
-are bit-equal. The exit status is 0 for a finished or stopped run, 1 for a run that failed, and 2
-for flags or files that are refused.
+steps since its last checkpoint: `--resume` continues from there. Under the same plan its losses are
+bit-equal, wherever the kernels are deterministic; FlashAttention's backward on a GPU is not. The
+exit status is 0 for a finished or stopped run, 1 for a run that failed, and 2 for flags or files
+that are refused.
 
 The order of the file is the order of a command:
 

@@ -598,12 +598,12 @@ def claim() -> str:
     found = comparisons()
     ratios = {where: ratio(*pair) for where, pair in found.items()}
     least, most = min(ratios, key=ratios.get), max(ratios, key=ratios.get)
-    which = "a run's first step" if "first step" in longest["label"] else "a step"
+    which = "the first step of a run" if "first step" in longest["label"] else "a step"
     return paragraph(
         f"{num_gpus(longest)} {gpu_of(longest)}s train LLaMA-7B on one sequence of "
-        f"{longest['seq']:,} tokens: {which} takes {longest['step_s']:.0f} s, at "
+        f"{longest['seq']:,} tokens: {which} took {longest['step_s']:.0f} s, at "
         f"{longest['mfu_causal']:.1%} causal MFU. In {len(ratios)} settings we compared this "
-        "project with the fastest peer at its best. The peer took "
+        "project with the fastest setting of its peers that we measured. The peer took "
         f"{ratios[least]:.2f} to {ratios[most]:.2f} times as long: {ratios[least]:.2f} for "
         f"{in_words(least)}, and {ratios[most]:.2f} for {in_words(most)}."
     )
@@ -620,7 +620,8 @@ def normal() -> str:
     return paragraph(
         f"{len(rows)} of the settings that we compared with peers have one sequence per step, of "
         f"{tokens_text(lengths[0])} to {tokens_text(lengths[-1])} tokens. There our MFU is "
-        f"{texts[0]}, and our percent of kernel bound {texts[1]}. Shorter steps are less efficient."
+        f"{texts[0]}, and our percent of kernel bound {texts[1]}. Some steps "
+        "with few tokens per GPU are less efficient, above all if optimizer states lie on the host."
     )
 
 
