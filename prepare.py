@@ -1195,9 +1195,18 @@ class Conversations:
         private = map(chr, range(0xE000, 0xF8FF))  # Unicode leaves these to private use
         breaker = next(c for c in private if c not in content and c not in self.settings.template)
 
+        def broken_up(match):
+            token = match[0]
+            if len(token) == 1:
+                raise ValueError(
+                    f"a message has the character {token!r}, which is a special token of this "
+                    "tokenizer. Change the message, or pass --special-tokens"
+                )
+            return token[0] + breaker + token[1:]
+
         def change(value):
             if isinstance(value, str):
-                return self.special.sub(lambda match: match[0][0] + breaker + match[0][1:], value)
+                return self.special.sub(broken_up, value)
             if isinstance(value, list):
                 return [change(item) for item in break_joints(value)]
             if isinstance(value, dict):

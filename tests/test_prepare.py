@@ -468,6 +468,21 @@ def test_prepare_text_that_spells_special_tokens(tmp_path, capsys):
     assert ids == [HI, BOS, YOU, BOS]
 
 
+def test_prepare_messages_with_a_special_token_of_one_character(tmp_path, capsys):
+    """A message that has a special token of one character is refused, unless --special-tokens is
+    given: a token of one character cannot be broken up.
+
+    Catches a special token that a user's message makes.
+    """
+    tokenizer = word_tokenizer(tmp_path / "tok", TEMPLATE.replace("<|/|>", "§"))
+    file = tokenizer / "tokenizer.json"
+    file.write_text(file.read_text().replace("<|/|>", "§"))
+    chat = tmp_path / "a.jsonl"
+    chat.write_text(lines(conversation(("user", "hi § you"), ("assistant", "you"))))
+    said = refusal(chat, tokenizer, tmp_path / "a.bin", capsys, "--chat")
+    assert "the character '§', which is a special token" in said
+
+
 def test_prepare_four_bytes(tmp_path):
     """Ids of 2^16 and more have four bytes.
 
