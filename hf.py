@@ -475,10 +475,10 @@ def open_weights(
                 tensor = stored[their_name][:]
             except Exception as e:  # the file has changed since it was opened
                 raise ValueError(f"--init hf:{folder}: {their_name} cannot be read: {e}") from e
-            if not tensor.is_floating_point():
+            if not tensor.is_floating_point() or tensor.dtype.itemsize < 2:
                 raise ValueError(
                     f"--init hf:{folder}: {their_name} is of dtype {tensor.dtype}; only floating "
-                    "point is supported"
+                    "point of at least 16 bits is supported"
                 )
             if not is_finite(tensor):
                 raise ValueError(f"--init hf:{folder}: {their_name} has values that are not finite")
@@ -867,14 +867,19 @@ def exchange(folder: Path, run: str) -> None:
 
 
 def delete_old(folder: Path, run: str) -> None:
-    """Delete the previous export. Files that the newest export does not have, such as a user's
-    notes, are first moved into the newest export. The previous weights are not moved."""
+    """Delete the previous export. Files that others have put there, such as a user's notes, are
+    first moved into the newest export, unless it has a file of this name. Files that the previous
+    export wrote are not moved. So a chat template goes with its tokenizer."""
     old = old_folder(folder, run)
     if not old.exists():
         return
+    try:
+        own_files = json.loads((old / INDEX).read_text())["metadata"].get("files", [])
+    except FileNotFoundError:  # an earlier call was killed while it deleted, after it had moved
+        own_files = [file.name for file in old.iterdir()]
     for file in old.iterdir():
         new = folder.resolve() / file.name
-        if not re.fullmatch(r"model-\d+-of-\d+\.safetensors", file.name) and not new.exists():
+        if file.name not in [*own_files, INDEX] and not new.exists():
             file.rename(new)
     shutil.rmtree(old, ignore_errors=True)
 
@@ -958,7 +963,12 @@ def export(
         for file in partial.iterdir():
             sync(file)
 
-        metadata = {"total_size": sum(sizes.values()), "run": run, "step": step}
+        metadata = {
+            "total_size": sum(sizes.values()),
+            "run": run,
+            "step": step,
+            "files": sorted(file.name for file in partial.iterdir()),
+        }
         index = json.dumps({"metadata": metadata, "weight_map": weight_map})
         (partial / INDEX).write_text(index)  # last: a folder with an index is complete
         sync(partial / INDEX)
