@@ -264,6 +264,10 @@ def check_meta(meta: dict) -> None:
     for name, low in (("seq", 1), ("batch", 1), ("schedule_steps", 0), ("warmup_steps", 0)):
         check_number(name, meta["config"][name], low)
     check_number("max_positions", meta["model"]["max_positions"], 1)
+    if type(meta["trained_to"]) is not list:
+        raise ValueError(f"trained_to in meta.json is {meta['trained_to']!r}; it must be a list")
+    for end in meta["trained_to"]:
+        check_number("trained_to", end, 0)
     if not meta["files"]:
         raise ValueError("meta.json names no files")
     for name, (size, crc32) in meta["files"].items():

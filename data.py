@@ -1054,6 +1054,11 @@ class Sequences:
             self.orders[epoch] = np.random.default_rng((self.seed, epoch)).permutation(self.count)
         return self.orders[epoch]
 
+    @property
+    def end(self) -> int:
+        """The token after the inputs of the last window."""
+        return self.first + self.count * self.seq
+
     def window(self, i: int) -> Window:
         """Return window i in the order of the corpus. It has T + `ahead` tokens, or fewer at the
         corpus's end."""
@@ -1093,12 +1098,20 @@ def check_lengths(
 
 
 def split(
-    corpus: Corpus, val: Corpus | None, seq: int, seed: int, ahead: int = 1
+    corpus: Corpus,
+    val: Corpus | None,
+    seq: int,
+    seed: int,
+    ahead: int = 1,
+    trained_to: int = 0,
 ) -> tuple[Sequences, Sequences]:
     """Return training and validation sequences.
 
     The validation sequences come from `val`. If it is None, they are the last twentieth of the
     corpus's windows, rounded down, but at least one window. check_lengths must allow --seq.
+
+    trained_to: the token before which a resumed run has already trained, with another --seq. If
+    there is room for a window after it, the validation sequences begin there.
     """
     assert seq <= longest_seq(corpus, val)
     windows = (len(corpus) - 1) // seq
@@ -1106,7 +1119,11 @@ def split(
         val_windows = max(1, windows // 20)
         windows -= val_windows
         train = Sequences(corpus, 0, windows, seq, seed, ahead)
-        return train, Sequences(corpus, windows * seq, val_windows, seq, seed, ahead)
+        first = windows * seq
+        untrained_windows = (len(corpus) - 1 - trained_to) // seq
+        if trained_to > first and untrained_windows > 0:
+            first, val_windows = trained_to, untrained_windows
+        return train, Sequences(corpus, first, val_windows, seq, seed, ahead)
     train = Sequences(corpus, 0, windows, seq, seed, ahead)
     return train, Sequences(val, 0, (len(val) - 1) // seq, seq, seed, ahead)
 

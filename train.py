@@ -670,6 +670,14 @@ def check_extends(flag: str, earlier: dict, scaling: dict) -> None:
         )
 
 
+def trained_positions(resumed: checkpoint.Checkpoint) -> int:
+    """Return the number of positions on which a run was trained before --rope-scaling, if any."""
+    model = resumed.meta["model"]
+    scaling = model["rope_scaling"]
+    before = model["max_positions"] / scaling.get("factor", 1)
+    return round(scaling.get("original_max_position_embeddings", before))
+
+
 def extend_positions(
     cfg: Config, model: ModelConfig, source: dict, resumed: checkpoint.Checkpoint | None
 ) -> ModelConfig:
@@ -679,6 +687,9 @@ def extend_positions(
     config.json. source: config.json of the imported model, or {}. Raises ValueError, also if the
     checkpoint to resume is of another model.
     """
+    if resumed and not source:
+        # a scaling counts from the length that the run's weights were trained on
+        model = replace(model, max_positions=max(model.max_positions, trained_positions(resumed)))
     model = hf.with_rope(cfg.rope_scaling, model)
     kind, _, _ = cfg.rope_scaling.partition(":")
     if resumed:
@@ -833,10 +844,13 @@ def all_corpora(opened: list[tuple[Corpus, Corpus | None]]) -> list[Corpus]:
     return [corpus for pair in opened for corpus in pair if corpus is not None]
 
 
-def open_data(cfg: Config, model: ModelConfig) -> tuple[Config, Mixture, Mixture, str]:
+def open_data(
+    cfg: Config, model: ModelConfig, resumed: checkpoint.Checkpoint | None
+) -> tuple[Config, Mixture, Mixture, dict]:
     """Return the flags, the training and validation sequences, and a fingerprint of the data files.
-    In the flags, document_token is no longer `auto`. Raises ConfigError. A collective of all
-    ranks."""
+    In the flags, document_token is no longer `auto`. resumed: no validation sequence is of tokens
+    that this checkpoint has trained on, as far as possible (warn_of_trained_validation). Raises
+    ConfigError. A collective of all ranks."""
     if cfg.special_tokens and not cfg.tokenizer:
         raise ConfigError(
             "--special-tokens: it says how --tokenizer reads text. Drop --special-tokens, or pass "
@@ -857,14 +871,63 @@ def open_data(cfg: Config, model: ModelConfig) -> tuple[Config, Mixture, Mixture
         check_tokens(corpora, model.vocab, dist.get_rank(), dist.get_world_size(), with_documents)
         check_lengths(sources, opened, cfg.seq)
         ahead = LLaMA.class_of(model).labels_ahead
+        files = fingerprint(corpora)
+        trained_to = trained_tokens(resumed, files, len(sources)) or [0] * len(sources)
         pairs = [
-            split(corpus, val_corpus, cfg.seq, cfg.seed, ahead) for corpus, val_corpus in opened
+            split(corpus, val_corpus, cfg.seq, cfg.seed, ahead, end)
+            for (corpus, val_corpus), end in zip(opened, trained_to)
         ]
         shares = tuple(block_shares(sources))
         training, validation = (Mixture(sequences, shares) for sequences in zip(*pairs))
-        return training, validation, fingerprint(corpora)
+        return training, validation, files
 
     return cfg, *all_or_none(check_and_split)
+
+
+def trained_tokens(
+    resumed: checkpoint.Checkpoint | None, files: dict, sources: int
+) -> list[int] | None:
+    """Return, for each source, the token before which all tokens may have been trained on. None:
+    the run begins anew, or its data have changed. files: the fingerprint of the data. sources:
+    their number."""
+    if resumed is None or resumed.meta["config"].get("the data") != files:
+        return None
+    ends = resumed.meta["trained_to"]
+    return ends if len(ends) == sources else None
+
+
+def warn_of_trained_validation(run: Run) -> None:
+    """Print a warning if val_loss is measured on tokens that a resumed run has trained on. This
+    happens if its --seq or its data have changed, and there is no val.bin."""
+    if not run.resumed or run.cfg.eval_every < 0:
+        return
+    sources = len(run.training.sources)
+    trained_to = trained_tokens(run.resumed, run.meta["config"]["the data"], sources)
+    in_corpus = [  # without a val.bin, training and validation are parts of one corpus
+        (training, validation)
+        for training, validation in zip(run.training.sources, run.validation.sources)
+        if training.corpus is validation.corpus
+    ]
+    if trained_to is None and in_corpus:
+        print0(
+            "WARNING: the data have changed since the checkpoint, and the end of the new data is "
+            "held out for val_loss. If the old data had these tokens, too, the run may have "
+            "trained on them. Put text that it has never seen into val.bin"
+        )
+        return
+    leaks = []
+    for training, validation, end in zip(
+        run.training.sources, run.validation.sources, trained_to or []
+    ):
+        if training.corpus is validation.corpus and end > validation.first:
+            tokens = min(validation.count, EVAL_SEQUENCES) * run.cfg.seq
+            leaks.append(f"{min(1, (end - validation.first) / tokens):.0%}")
+    if leaks:
+        print0(
+            f"WARNING: with --seq {run.cfg.seq}, {' and '.join(leaks)} of the tokens that val_loss "
+            "is measured on were in the training data of this run, because an earlier --seq left "
+            "fewer tokens at the end of the data. Put text that it has never seen into val.bin"
+        )
 
 
 def try_folder(folder: str | Path, name: str) -> None:
@@ -972,7 +1035,8 @@ def make_meta(
     source: dict,
     schedule: dict[str, int],
     training: Mixture,
-    data_fingerprint: str,
+    data_fingerprint: dict,
+    resumed: checkpoint.Checkpoint | None,
 ) -> dict:
     """Return the part of meta.json that is the same in all checkpoints of this command. Each
     checkpoint adds its step, its samples and its files.
@@ -986,11 +1050,15 @@ def make_meta(
         "threads": torch.get_num_threads(),
         **schedule,
     }
+    ends = [sequences.end for sequences in training.sources]
+    earlier_ends = trained_tokens(resumed, data_fingerprint, len(ends)) or [0] * len(ends)
     return {
         "config": config,
         "model": asdict(model),
         "source": source,
         "bytes_are_tokens": not cfg.tokenizer and reads_text(training),
+        # for each source, the token before which all tokens are training data of any --seq so far
+        "trained_to": [max(pair) for pair in zip(ends, earlier_ends)],
     }
 
 
@@ -1016,7 +1084,7 @@ def configure(command_flags: dict, local_rank: int) -> Run:
     # ---- data
     if not cfg.dry_run:
         all_or_none(check_folders, cfg, model, source, resumed)
-    cfg, training, validation, data_fingerprint = open_data(cfg, model)
+    cfg, training, validation, data_fingerprint = open_data(cfg, model, resumed)
 
     # ---- plan
     with_documents = cfg.document_token >= 0
@@ -1037,8 +1105,10 @@ def configure(command_flags: dict, local_rank: int) -> Run:
     start_step = start_samples = 0
     if resumed:
         start_step = resumed.meta["step"]
-        # count the old run's tokens in sequences of this run, because --seq may have changed
-        start_samples = resumed.meta["samples"] * resumed.meta["config"]["seq"] // cfg.seq
+        # New data begin with their first epoch. Otherwise, count the old run's tokens in sequences
+        # of this run, because --seq may have changed
+        if resumed.meta["config"].get("the data") == data_fingerprint:
+            start_samples = resumed.meta["samples"] * resumed.meta["config"]["seq"] // cfg.seq
 
     run = Run(
         cfg,
@@ -1051,7 +1121,7 @@ def configure(command_flags: dict, local_rank: int) -> Run:
         validation=validation,
         start_step=start_step,
         start_samples=start_samples,
-        meta=make_meta(cfg, model, source, schedule, training, data_fingerprint),
+        meta=make_meta(cfg, model, source, schedule, training, data_fingerprint, resumed),
         resumed=resumed,
         read_weights=read_weights,
     )
@@ -1543,6 +1613,7 @@ def print_changes(run: Run) -> None:
         f"resumed {run.resumed.folder} at step {run.start_step}; changed:",
         ", ".join(changes) or "nothing",
     )
+    warn_of_trained_validation(run)
 
 
 def collective_timeout(run: Run) -> float:
@@ -2529,9 +2600,16 @@ def main(argv: list[str] | None = None) -> None:
     with stop_signals() as signals:
         rank, world, local_rank = start_ranks(timeout)
         with heartbeat(rank, world, advice), contextlib.ExitStack() as lock:
+            out = Path(command_flags.get("out", Config.out))
+            seen = on_rank_0(checkpoint.steps_of, out)
             run = configure(command_flags, local_rank)
             if not run.cfg.dry_run:
-                on_rank_0(lambda: lock.enter_context(checkpoint.locked(Path(run.cfg.out))))
+                on_rank_0(lambda: lock.enter_context(checkpoint.locked(out)))
+                # `configure` may read much data, and meanwhile another run may have saved and ended
+                newer = [path for path in on_rank_0(checkpoint.steps_of, out) if path not in seen]
+                if newer and run.cfg.resume in ("auto", "latest"):
+                    print0(f"another run has saved {newer[-1].name} meanwhile: starting again")
+                    run = configure(command_flags, local_rank)
                 with host_memory_watch(run.plan):
                     failure = train(run, *build_run(run), signals)
                 on_rank_0(lock.close)

@@ -414,6 +414,45 @@ def test_data_goes_on_where_it_was_left(tmp_path):
         assert 1 < row["keys_seen"] < 32
 
 
+def test_data_held_out_stay_held_out(tmp_path, capsys):
+    """val_loss of a resumed run is measured on tokens that no --seq of the run has trained on. If
+    there are none left, or if the data are others, the run says so. Other data begin with their
+    first epoch.
+
+    Catches a validation on training data, which looks like a better model.
+    """
+    ids = np.random.default_rng(0).integers(0, 256, 2300).astype("<u2")
+    write_ids(tmp_path / "a.bin", ids)
+    write_ids(tmp_path / "b.bin", ids[:500])
+
+    def run_on(name, seq, steps):
+        main(
+            f"--data {tmp_path}/{name} --seq {seq} --batch 1 --eval-every 9 --steps {steps} "
+            f"--resume auto --out {tmp_path}/o"
+        )
+        meta = json.loads((tmp_path / "o" / f"step-{steps:08}" / "meta.json").read_text())
+        return meta["trained_to"], meta["samples"], capsys.readouterr().out
+
+    # 143 windows of 16 tokens. The last 7 are held out
+    trained_to, _, text = run_on("a.bin", 16, 3)
+    assert trained_to == [136 * 16] and "136 training and 7 validation" in text
+    # with 23 tokens the last 4 of 99 windows would begin at token 2185, after token 2176
+    trained_to, samples, text = run_on("a.bin", 23, 4)
+    assert trained_to == [95 * 23] and samples == 3 * 16 // 23 + 1 and "WARNING" not in text
+    # with 50 tokens the last 2 of 45 would begin at 2150. So they begin at 2185, and 2 fit
+    corpus, _ = data.open_corpus(f"{tmp_path}/a.bin")
+    _, validation = data.split(corpus, None, 50, 0, trained_to=2185)
+    assert (validation.first, validation.count) == (2185, 2)
+    assert "43 training and 2 validation" in run_on("a.bin", 50, 5)[2]
+    # with 200 tokens no window fits after 2185. The last of 11 begins at 2000
+    _, _, text = run_on("a.bin", 200, 6)
+    assert "WARNING: with --seq 200, 92% of the tokens that val_loss is measured on were" in text
+
+    trained_to, samples, text = run_on("b.bin", 200, 7)
+    assert "WARNING: the data have changed since the checkpoint" in text
+    assert trained_to == [200] and samples == 1  # the run's first sample of these data
+
+
 # ---------------------------------------------------------------------------- masks
 
 

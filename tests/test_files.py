@@ -289,6 +289,11 @@ META = {
     "step is negative": (set_value("step", value=-1), "step in meta.json is -1"),
     "samples is a fraction": (set_value("samples", value=6.5), "samples in meta.json is 6.5"),
     "samples is huge": (set_value("samples", value=2**63), "samples in meta.json is"),
+    "trained_to is a number": (set_value("trained_to", value=8), "trained_to in meta.json is 8"),
+    "trained_to is negative": (
+        set_value("trained_to", value=[-1]),
+        "trained_to in meta.json is -1",
+    ),
     "seq is 0": (set_value("config", "seq", value=0), "seq in meta.json is 0"),
     "batch is none": (set_value("config", "batch", value=None), "batch in meta.json is None"),
     "schedule": (

@@ -966,6 +966,41 @@ def test_rope_scaling_may_only_grow_on_resume(flag, message, group):
         train.extend_positions(cfg, SMALL, {}, resumed)
 
 
+@parametrize("flag", ["llama3:2", "yarn:2", "linear:2"])
+def test_rope_scaling_counts_from_the_length_of_the_run(flag, tmp_path):
+    """A run from scratch that is resumed with --rope-scaling gets the frequencies that an import of
+    its export gets with the same flag: they count from the length that the run was trained on.
+
+    Catches a scaling that counts from the length of the row of MODELS, which the run exceeded.
+    """
+    main(f"--seq 1040 --batch 1 --steps 1 --out {tmp_path}/o --export {tmp_path}/e")  # tiny: 1024
+    more = f"--rope-scaling {flag} --seq 1050 --batch 1"
+    main(f"--resume --steps 2 {more} --out {tmp_path}/o")
+    main(f"--init hf:{tmp_path}/e --steps 0 {more} --save-every 0 --out {tmp_path}/i")
+    resumed, imported = (
+        json.loads((tmp_path / step / "meta.json").read_text())["model"]
+        for step in ("o/step-00000002", "i/step-00000000")
+    )
+    assert resumed["rope_scaling"] == imported["rope_scaling"] and imported["rope_scaling"]
+    assert resumed["max_positions"] == imported["max_positions"] == 2080
+
+
+def test_hf_weights_of_eight_bits_are_refused(tmp_path):
+    """Weights in float8 have scales, which only a quantisation_config would name.
+
+    Catches a traceback, and weights that are read without their scales.
+    """
+    from safetensors.torch import load_file, save_file
+
+    hf_model(tmp_path, shard="1GB")
+    weights = load_file(tmp_path / "model.safetensors")
+    name = "model.layers.0.mlp.down_proj.weight"
+    weights[name] = weights[name].to(torch.float8_e4m3fn)
+    save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
+    with raises(ConfigError, match="float8_e4m3fn; only floating point of at least 16 bits"):
+        main(f"--init hf:{tmp_path} --out {tmp_path}/o")
+
+
 # ---------------------------------------------------------------------------- the newest export
 
 
@@ -1053,6 +1088,23 @@ def test_hf_export_replaces_only_its_own(tmp_path, group):
     with raises(ConfigError, match="No space left on device"):
         export_of_step(folder, 6)
     assert whole_exports(real) == {"": 4} and {*tmp_path.iterdir()} == {real, folder}
+
+
+def test_hf_export_drops_files_of_another_tokenizer(tmp_path, group):
+    """If a run's tokenizer changes, its next export has the files of the new tokenizer only.
+
+    Catches a chat template that stays beside a tokenizer to which it does not belong.
+    """
+    folder, weights = tmp_path / "export", dict(m.LLaMA(SMALL).named_parameters())
+    for step, names in ((1, ["tokenizer.json", "chat_template.jinja"]), (2, ["tokenizer.json"])):
+        companions = tmp_path / f"tokenizer {step}"
+        companions.mkdir()
+        for name in names:
+            (companions / name).write_text(f"{step}")
+        hf.export(folder, SMALL, weights.get, torch.float32, {}, [companions], run="01", step=step)
+        (folder / "notes.md").write_text("mine")
+    assert (folder / "tokenizer.json").read_text() == "2" and (folder / "notes.md").exists()
+    assert not (folder / "chat_template.jinja").exists()
 
 
 @parametrize(

@@ -20,7 +20,7 @@ import ranks
 import streams
 import train
 from helpers import make_tokenizer, on_file_event, round_machine, saved_steps
-from test_all import ROOT, main, parametrize, slow
+from test_all import ROOT, main, parametrize, run, slow
 
 GIB = 2**30
 NONE_V1 = 9223372036854771712  # "no limit" of version 1
@@ -273,6 +273,27 @@ def test_a_host_that_copies_slowly_is_announced(rate, warned, group, monkeypatch
     monkeypatch.setattr(train, "host_copy_rate", None)
     run.plan.host_bytes = 0
     train.warn_of_slow_host_copies(run)
+
+
+def test_a_run_that_ends_while_another_starts_is_resumed(tmp_path, monkeypatch, capsys):
+    """With --resume auto, a run that starts while another one still trains in the same folder
+    begins from the last checkpoint of the other one, if that ends before it needs the folder.
+
+    Catches a run that begins with an older checkpoint, and moves the newer one out of the way.
+    """
+    flags, check_tokens = f"--out {tmp_path}", train.check_tokens
+
+    def check_slowly(*args):
+        monkeypatch.setattr(train, "check_tokens", check_tokens)
+        run(f"{flags} --steps 2")  # the other run
+        return check_tokens(*args)
+
+    monkeypatch.setattr(train, "check_tokens", check_slowly)
+    main(f"{flags} --steps 3 --resume auto")
+    text = capsys.readouterr().out
+    assert "another run has saved step-00000002 meanwhile: starting again" in text
+    assert "step-00000002 at step 2" in text
+    assert saved_steps(tmp_path) == [2, 3] and not (tmp_path / "earlier-1").exists()
 
 
 def test_a_plan_for_more_host_memory_than_is_left_is_announced(tmp_path, monkeypatch, capsys):
