@@ -921,6 +921,9 @@ def long_rows(ranks: int) -> list[Row]:
         "deepspeed full",
     ]
     rows += [Row(label, f"--sp {ranks} --strategy zero3") for label in sharded_peers]
+    # ZeRO-2 gathers parameters once per step instead of twice, and takes more memory
+    whole = ["fsdp2 none ZeRO-2", "fsdp2 half-selective ZeRO-2", "fsdp2 selective ZeRO-2"]
+    rows += [Row(label, f"--sp {ranks} --strategy zero2") for label in whole]
     other_peers = [
         "transformers fp32",
         "transformers bf16",
