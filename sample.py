@@ -146,10 +146,10 @@ def tokens_of(folder: Path, end_token: int, add_special_tokens: bool) -> Vocabul
     end_tokens -= {-1, None}
 
     def encode(text: str) -> list[int]:
-        ids = tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
-        if add_special_tokens:  # some tokenizers also put an end token after the text
-            while ids and ids[-1] in end_tokens:
-                ids.pop()
+        encoding = tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        ids, added = encoding.ids, encoding.special_tokens_mask  # 1: the tokenizer has added it
+        while ids and added[len(ids) - 1] and ids[-1] in end_tokens:
+            ids.pop()  # some tokenizers also put an end token after the text
         return ids
 
     name = f"The tokenizer is that of {folder}"

@@ -139,7 +139,7 @@ def test_greedy_text_of_an_import_equals_transformers(kind, tmp_path):
     (tmp_path / "text/tokenizer_config.json").rename(tmp_path / "in/tokenizer_config.json")
     loaded = load(f"hf:{tmp_path}/in")
     (end,) = load(tmp_path / "in").vocabulary.end_tokens - {77, 78}
-    assert loaded.model.cfg.vocab == 300 and loaded.vocabulary.encode("<end>") == []
+    assert loaded.model.cfg.vocab == 300 and loaded.vocabulary.encode("<end>") == [end]
 
     # without end tokens, our text goes on where that of transformers ends
     drawn = list(sample.generate(loaded.model, prompt, 20, 0.0))
@@ -223,6 +223,26 @@ def test_text_of_a_tokenizer(folders, capsys):
             folders / "ids", "--prompt", "one", "--tokens", "2", "--tokenizer", tokenizer
         )
         assert status == 0 and text.startswith("one")
+
+
+def test_prompts_keep_the_end_tokens_that_they_spell(tmp_path):
+    """If a tokenizer puts an end token after each text, a prompt loses it, but keeps an end token
+    that it spells.
+
+    Catches a text that ends before it begins, and a turn's end that a prompt for a chat lacks.
+    """
+    from tokenizers import Tokenizer, processors
+
+    folder = tmp_path / "text"
+    make_tokenizer(folder, TEXT)
+    tokenizer = Tokenizer.from_file(f"{folder}/tokenizer.json")
+    end = tokenizer.token_to_id("<end>")
+    tokenizer.post_processor = processors.TemplateProcessing("$A <end>", None, [("<end>", end)])
+    tokenizer.save(f"{folder}/tokenizer.json")
+    encode = sample.tokens_of(folder, -1, add_special_tokens=True).encode
+    plain = sample.tokens_of(folder, -1, add_special_tokens=False).encode
+    assert encode("one") == plain("one") and plain("one")
+    assert encode("one<end>") == plain("one<end>") == [*plain("one"), end]
 
 
 def test_sampling_is_reproducible(folders):
