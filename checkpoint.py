@@ -264,9 +264,9 @@ def check_meta(meta: dict) -> None:
     for name, low in (("seq", 1), ("batch", 1), ("schedule_steps", 0), ("warmup_steps", 0)):
         check_number(name, meta["config"][name], low)
     check_number("max_positions", meta["model"]["max_positions"], 1)
-    if type(meta["trained_to"]) is not list:
-        raise ValueError(f"trained_to in meta.json is {meta['trained_to']!r}; it must be a list")
-    for end in meta["trained_to"]:
+    if type(meta["trained_to"]) is not dict:
+        raise ValueError(f"trained_to in meta.json is {meta['trained_to']!r}; it must be a dict")
+    for end in meta["trained_to"].values():
         check_number("trained_to", end, 0)
     if not meta["files"]:
         raise ValueError("meta.json names no files")
@@ -733,6 +733,22 @@ def choose_checkpoint(out: Path, resume: str) -> Checkpoint | None:
             raise ConfigError(damage)
         print0(f"passed over: {damage}")
         passed_over.append(saved.folder)
+
+
+def is_outdated(
+    saved: Checkpoint | None, resume: str, out: Path, steps_before: Sequence[Path]
+) -> bool:
+    """Return whether --resume would choose another checkpoint now than `saved`, because another run
+    has written to OUT, or has replaced `saved` by a checkpoint of the same step. steps_before:
+    steps_of(out) before the choice."""
+    if resume in ("auto", "latest") and set(steps_of(out)) - set(steps_before):
+        return True
+    if saved is None:
+        return False
+    try:
+        return open_checkpoint(saved.folder).meta != saved.meta
+    except ValueError:  # it is gone
+        return True
 
 
 def choose_in_one_process(folder: Path) -> Checkpoint:

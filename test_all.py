@@ -998,7 +998,7 @@ def save_checkpoint(states: shard.States, folder: Path, step: int) -> None:
     """Save states as the checkpoint of a step, with made-up facts about the run."""
     saver = checkpoint.Saver(folder, 2, states)  # the folder keeps the last 2 checkpoints
     config = {"seq": 1, "batch": 1, "schedule_steps": 0, "warmup_steps": 0}
-    meta = {"config": config, "model": {"max_positions": 1}, "source": {}, "trained_to": [0]}
+    meta = {"config": config, "model": {"max_positions": 1}, "source": {}, "trained_to": {}}
     saver.begin(meta | {"step": step, "samples": 0})
     saver.finish()
 

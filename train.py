@@ -872,7 +872,8 @@ def open_data(
         check_lengths(sources, opened, cfg.seq)
         ahead = LLaMA.class_of(model).labels_ahead
         files = fingerprint(corpora)
-        trained_to = trained_tokens(resumed, files, len(sources)) or [0] * len(sources)
+        known = resumed.meta["trained_to"] if resumed else {}
+        trained_to = [known.get(corpus.content, 0) for corpus, _ in opened]
         pairs = [
             split(corpus, val_corpus, cfg.seq, cfg.seed, ahead, end)
             for (corpus, val_corpus), end in zip(opened, trained_to)
@@ -884,44 +885,28 @@ def open_data(
     return cfg, *all_or_none(check_and_split)
 
 
-def trained_tokens(
-    resumed: checkpoint.Checkpoint | None, files: dict, sources: int
-) -> list[int] | None:
-    """Return, for each source, the token before which all tokens may have been trained on. None:
-    the run begins anew, or its data have changed. files: the fingerprint of the data. sources:
-    their number."""
-    if resumed is None or resumed.meta["config"].get("the data") != files:
-        return None
-    ends = resumed.meta["trained_to"]
-    return ends if len(ends) == sources else None
-
-
 def warn_of_trained_validation(run: Run) -> None:
-    """Print a warning if val_loss is measured on tokens that a resumed run has trained on. This
-    happens if its --seq or its data have changed, and there is no val.bin."""
+    """Print a warning if val_loss is measured on tokens that a resumed run has trained on, or may
+    have. This happens if its --seq or its data have changed, and there is no val.bin."""
     if not run.resumed or run.cfg.eval_every < 0:
         return
-    sources = len(run.training.sources)
-    trained_to = trained_tokens(run.resumed, run.meta["config"]["the data"], sources)
-    in_corpus = [  # without a val.bin, training and validation are parts of one corpus
-        (training, validation)
-        for training, validation in zip(run.training.sources, run.validation.sources)
-        if training.corpus is validation.corpus
-    ]
-    if trained_to is None and in_corpus:
-        print0(
-            "WARNING: the data have changed since the checkpoint, and the end of the new data is "
-            "held out for val_loss. If the old data had these tokens, too, the run may have "
-            "trained on them. Put text that it has never seen into val.bin"
-        )
-        return
-    leaks = []
-    for training, validation, end in zip(
-        run.training.sources, run.validation.sources, trained_to or []
-    ):
-        if training.corpus is validation.corpus and end > validation.first:
+    known = run.resumed.meta["trained_to"]
+    unknown, leaks = False, []
+    for training, validation in zip(run.training.sources, run.validation.sources):
+        if training.corpus is not validation.corpus:
+            continue
+        end = known.get(training.corpus.content)
+        if end is None:
+            unknown = True
+        elif end > validation.first:
             tokens = min(validation.count, EVAL_SEQUENCES) * run.cfg.seq
             leaks.append(f"{min(1, (end - validation.first) / tokens):.0%}")
+    if unknown:
+        print0(
+            "WARNING: some of the data are new to this run, and their end is held out for val_loss. "
+            "If earlier data of the run had the same tokens, it may have trained on them. Put text "
+            "that it has never seen into val.bin"
+        )
     if leaks:
         print0(
             f"WARNING: with --seq {run.cfg.seq}, {' and '.join(leaks)} of the tokens that val_loss "
@@ -1050,15 +1035,17 @@ def make_meta(
         "threads": torch.get_num_threads(),
         **schedule,
     }
-    ends = [sequences.end for sequences in training.sources]
-    earlier_ends = trained_tokens(resumed, data_fingerprint, len(ends)) or [0] * len(ends)
+    trained_to = dict(resumed.meta["trained_to"]) if resumed else {}
+    for sequences in training.sources:
+        content = sequences.corpus.content
+        trained_to[content] = max(sequences.end, trained_to.get(content, 0))
     return {
         "config": config,
         "model": asdict(model),
         "source": source,
         "bytes_are_tokens": not cfg.tokenizer and reads_text(training),
-        # for each source, the token before which all tokens are training data of any --seq so far
-        "trained_to": [max(pair) for pair in zip(ends, earlier_ends)],
+        # for each corpus so far, the token before which all tokens are training data of any --seq
+        "trained_to": trained_to,
     }
 
 
@@ -1105,9 +1092,9 @@ def configure(command_flags: dict, local_rank: int) -> Run:
     start_step = start_samples = 0
     if resumed:
         start_step = resumed.meta["step"]
-        # New data begin with their first epoch. Otherwise, count the old run's tokens in sequences
-        # of this run, because --seq may have changed
-        if resumed.meta["config"].get("the data") == data_fingerprint:
+        # If all data are new, they begin with their first epoch. Otherwise count the old run's
+        # tokens in sequences of this run, because --seq may have changed
+        if any(s.corpus.content in resumed.meta["trained_to"] for s in training.sources):
             start_samples = resumed.meta["samples"] * resumed.meta["config"]["seq"] // cfg.seq
 
     run = Run(
@@ -2606,9 +2593,8 @@ def main(argv: list[str] | None = None) -> None:
             if not run.cfg.dry_run:
                 on_rank_0(lambda: lock.enter_context(checkpoint.locked(out)))
                 # `configure` may read much data, and meanwhile another run may have saved and ended
-                newer = [path for path in on_rank_0(checkpoint.steps_of, out) if path not in seen]
-                if newer and run.cfg.resume in ("auto", "latest"):
-                    print0(f"another run has saved {newer[-1].name} meanwhile: starting again")
+                if on_rank_0(checkpoint.is_outdated, run.resumed, run.cfg.resume, out, seen):
+                    print0(f"another run has saved in {out} meanwhile: starting again")
                     run = configure(command_flags, local_rank)
                 with host_memory_watch(run.plan):
                     failure = train(run, *build_run(run), signals)

@@ -416,41 +416,71 @@ def test_data_goes_on_where_it_was_left(tmp_path):
 
 def test_data_held_out_stay_held_out(tmp_path, capsys):
     """val_loss of a resumed run is measured on tokens that no --seq of the run has trained on. If
-    there are none left, or if the data are others, the run says so. Other data begin with their
-    first epoch.
+    there are none left, or if data are new to the run, it says so.
 
     Catches a validation on training data, which looks like a better model.
     """
-    ids = np.random.default_rng(0).integers(0, 256, 2300).astype("<u2")
+    ids = np.random.default_rng(0).integers(0, 256, 2300)
     write_ids(tmp_path / "a.bin", ids)
-    write_ids(tmp_path / "b.bin", ids[:500])
 
-    def run_on(name, seq, steps):
+    def run_on(seq, steps):
         main(
-            f"--data {tmp_path}/{name} --seq {seq} --batch 1 --eval-every 9 --steps {steps} "
+            f"--data {tmp_path}/a.bin --seq {seq} --batch 1 --eval-every 9 --steps {steps} "
             f"--resume auto --out {tmp_path}/o"
         )
         meta = json.loads((tmp_path / "o" / f"step-{steps:08}" / "meta.json").read_text())
-        return meta["trained_to"], meta["samples"], capsys.readouterr().out
+        return [*meta["trained_to"].values()], meta["samples"], capsys.readouterr().out
 
     # 143 windows of 16 tokens. The last 7 are held out
-    trained_to, _, text = run_on("a.bin", 16, 3)
+    trained_to, _, text = run_on(16, 3)
     assert trained_to == [136 * 16] and "136 training and 7 validation" in text
     # with 23 tokens the last 4 of 99 windows would begin at token 2185, after token 2176
-    trained_to, samples, text = run_on("a.bin", 23, 4)
+    trained_to, samples, text = run_on(23, 4)
     assert trained_to == [95 * 23] and samples == 3 * 16 // 23 + 1 and "WARNING" not in text
     # with 50 tokens the last 2 of 45 would begin at 2150. So they begin at 2185, and 2 fit
     corpus, _ = data.open_corpus(f"{tmp_path}/a.bin")
     _, validation = data.split(corpus, None, 50, 0, trained_to=2185)
     assert (validation.first, validation.count) == (2185, 2)
-    assert "43 training and 2 validation" in run_on("a.bin", 50, 5)[2]
+    assert "43 training and 2 validation" in run_on(50, 5)[2]
     # with 200 tokens no window fits after 2185. The last of 11 begins at 2000
-    _, _, text = run_on("a.bin", 200, 6)
+    _, _, text = run_on(200, 6)
     assert "WARNING: with --seq 200, 92% of the tokens that val_loss is measured on were" in text
 
-    trained_to, samples, text = run_on("b.bin", 200, 7)
-    assert "WARNING: the data have changed since the checkpoint" in text
-    assert trained_to == [200] and samples == 1  # the run's first sample of these data
+    write_ids(tmp_path / "a.bin", ids[::-1])  # as many tokens as before
+    trained_to, samples, text = run_on(200, 7)
+    assert "WARNING: some of the data are new to this run" in text
+    assert trained_to == [2185, 2000] and samples == 1  # the first sample of these data
+
+
+def test_data_that_a_run_knows_go_on(tmp_path, capsys):
+    """A resumed run goes on in its epoch if its data have moved, if their val.bin is another one,
+    or if there are also new data.
+
+    Catches samples that are drawn again.
+    """
+    ids = np.random.default_rng(0).integers(0, 256, 900)
+    write_ids(tmp_path / "a" / "a.bin", ids)
+    write_ids(tmp_path / "a" / "val.bin", ids[:100])
+    write_ids(tmp_path / "b" / "b.bin", ids[::-1])
+    flags = f"--seq 16 --batch 2 --eval-every 9 --out {tmp_path}/o"
+    main(f"--data {tmp_path}/a {flags} --steps 2")
+
+    def samples_after(steps, folders):
+        capsys.readouterr()
+        sources = ",".join(f"{tmp_path}/{folder}:1" for folder in folders.split())
+        main(f"--data {sources} {flags} --steps {steps} --resume")
+        meta = json.loads((tmp_path / "o" / f"step-{steps:08}" / "meta.json").read_text())
+        warned = "WARNING: some of the data are new to this run" in capsys.readouterr().out
+        return meta["samples"], warned
+
+    write_ids(tmp_path / "a" / "val.bin", ids[:200])
+    assert samples_after(3, "a") == (6, False)
+    shutil.copytree(tmp_path / "a", tmp_path / "c")
+    (tmp_path / "c" / "a.bin").rename(tmp_path / "c" / "other.bin")
+    (tmp_path / "c" / "a.bin.json").rename(tmp_path / "c" / "other.bin.json")
+    assert samples_after(4, "c") == (8, False)
+    assert samples_after(5, "c b") == (10, True)
+    assert samples_after(6, "c b") == (12, False)
 
 
 # ---------------------------------------------------------------------------- masks

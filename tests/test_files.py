@@ -291,7 +291,7 @@ META = {
     "samples is huge": (set_value("samples", value=2**63), "samples in meta.json is"),
     "trained_to is a number": (set_value("trained_to", value=8), "trained_to in meta.json is 8"),
     "trained_to is negative": (
-        set_value("trained_to", value=[-1]),
+        set_value("trained_to", value={"300-0": -1}),
         "trained_to in meta.json is -1",
     ),
     "seq is 0": (set_value("config", "seq", value=0), "seq in meta.json is 0"),

@@ -1,5 +1,6 @@
 """Test what a run checks at its start: memory, paths, unreadable files, and other launchers."""
 
+import json
 import os
 import re
 import shutil
@@ -275,25 +276,33 @@ def test_a_host_that_copies_slowly_is_announced(rate, warned, group, monkeypatch
     train.warn_of_slow_host_copies(run)
 
 
-def test_a_run_that_ends_while_another_starts_is_resumed(tmp_path, monkeypatch, capsys):
+@parametrize("steps_before", [0, 2])
+def test_a_run_that_ends_while_another_starts_is_resumed(
+    steps_before, tmp_path, monkeypatch, capsys
+):
     """With --resume auto, a run that starts while another one still trains in the same folder
     begins from the last checkpoint of the other one, if that ends before it needs the folder.
 
-    Catches a run that begins with an older checkpoint, and moves the newer one out of the way.
+    Catches a run that begins with an older checkpoint, and moves the newer one out of the way, and
+    a run that loads one checkpoint with the flags of another one of the same step.
     """
     flags, check_tokens = f"--out {tmp_path}", train.check_tokens
+    if steps_before:
+        main(f"{flags} --steps {steps_before} --seed 1")
 
     def check_slowly(*args):
         monkeypatch.setattr(train, "check_tokens", check_tokens)
-        run(f"{flags} --steps 2")  # the other run
+        run(f"{flags} --steps 2 --seed 2")  # the other run
         return check_tokens(*args)
 
     monkeypatch.setattr(train, "check_tokens", check_slowly)
     main(f"{flags} --steps 3 --resume auto")
     text = capsys.readouterr().out
-    assert "another run has saved step-00000002 meanwhile: starting again" in text
-    assert "step-00000002 at step 2" in text
-    assert saved_steps(tmp_path) == [2, 3] and not (tmp_path / "earlier-1").exists()
+    assert f"another run has saved in {tmp_path} meanwhile: starting again" in text
+    assert "step-00000002 at step 2; changed: steps 2 -> 3, schedule_steps 2 -> 3\n" in text
+    meta = json.loads((tmp_path / "step-00000003" / "meta.json").read_text())
+    assert saved_steps(tmp_path) == [2, 3] and meta["config"]["seed"] == 2
+    assert (tmp_path / "earlier-1").exists() == bool(steps_before)  # the first run's checkpoint
 
 
 def test_a_plan_for_more_host_memory_than_is_left_is_announced(tmp_path, monkeypatch, capsys):
