@@ -604,11 +604,33 @@ def csv_rows(source: Source, first: int, fields: list[str]) -> Iterator[tuple[li
                             f"{source.path}, a row that ends at or before line {reader.line_num}: "
                             f"it has {len(record)} columns, and the first line has {len(columns)}"
                         )
+                    if source.kind == "tsv" and (merged := merged_rows(record)):
+                        raise ValueError(
+                            f"{source.path}, column {columns[merged]!r}: the text that begins with "
+                            f"a quote and {record[merged][:40]!r} looks like several rows, up to "
+                            "the next quote. Write the file as JSON Lines, or quote all texts"
+                        )
                 yield [{name: record[column]} for record in records], file.tell() / source.size
         except csv.Error as e:
             raise ValueError(f"{source.path} line {reader.line_num}: {e}") from e
         except UnicodeDecodeError as e:
             raise not_utf8(source.path, e, first_bad_byte(source)) from e
+
+
+def merged_rows(record: list[str]) -> int | None:
+    """Return the number of the column of a TSV row whose text looks like several rows, because its
+    lines have as many tabs as rows have; None if there is none. Column 0 counts as none: there a
+    text of two lines looks like that, too.
+
+    Many programs write TSV without quotes. Then a text that begins with a quote would swallow all
+    rows up to the next quote."""
+    tabs = len(record) - 1  # of a row
+    for column, text in enumerate(record[1:], 1):
+        if "\n" in text:
+            first, *middle, last = (line.count("\t") for line in text.split("\n"))
+            if (first, last) == (tabs - column, column) and all(n == tabs for n in middle):
+                return column
+    return None
 
 
 def first_bad_byte(source: Source) -> int:

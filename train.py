@@ -865,7 +865,7 @@ def open_data(
     opened, document_token = all_or_none(open_sources, cfg, model, paths, own_folders)
     cfg = replace(cfg, document_token=document_token)
 
-    def check_and_split() -> tuple[Mixture, Mixture, str]:
+    def check_and_split() -> tuple[Mixture, Mixture, dict]:
         corpora = all_corpora(opened)
         with_documents = document_token >= 0
         check_tokens(corpora, model.vocab, dist.get_rank(), dist.get_world_size(), with_documents)

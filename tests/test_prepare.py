@@ -483,6 +483,21 @@ def test_prepare_messages_with_a_special_token_of_one_character(tmp_path, capsys
     assert "the character '§', which is a special token" in said
 
 
+def test_prepare_refuses_rows_that_a_quote_merges(tmp_path, capsys):
+    """A TSV file without quotes is refused if a text that begins with a quote swallows rows. Texts
+    of several lines in quotes are read as they are.
+
+    Catches documents that are joined without notice.
+    """
+    tokenizer, table = word_tokenizer(tmp_path / "tok"), tmp_path / "a.tsv"
+    table.write_text('id\ttext\n1\t"hi\n2\toh\n3\tyou"\n4\tbe\n')
+    said = refusal(table, tokenizer, tmp_path / "a.bin", capsys)
+    assert r"the text that begins with a quote and 'hi\n2\toh\n3\tyou' looks like" in said
+    table.write_text('text\tid\tmore\n"hi\noh"\t1\t\nyou\t2\t"hi\thi\nbe\tbe"\n')
+    ids = prepared(table, tokenizer, tmp_path / "a.bin", "--field text")
+    assert ids == [HI, OH, END, YOU, END]
+
+
 def test_prepare_four_bytes(tmp_path):
     """Ids of 2^16 and more have four bytes.
 
