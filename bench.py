@@ -80,7 +80,7 @@ import planner
 import train
 from attention import KERNELS, Attention, pick_kernel, why_not
 from hardware import processor_name, profile_text
-from measure import Machine
+from measure import Machine, host_copy_rate
 from memplan import write_plan
 from model import MODELS, param_count
 from offload import ActivationPlan
@@ -513,8 +513,8 @@ def measure_row(bench: Bench, row: Row, look: Callable) -> dict:
             if warm:
                 result["warm_up"] = warm_up_shallow(bench, run)
             if bench.gpu and not row.peer and run.plan.host_bytes:
-                # machines with the same GPUs differ in it
-                result["host_copy_gb_s"] = train.host_copy_rate(bench.device) / 1e9
+                # machines with the same GPUs may copy to the host at different rates
+                result["host_copy_gb_s"] = host_copy_rate(bench.device) / 1e9
             step = cleanup.enter_context(build_step(row, run))
             if not row.peer and run.plan.step_s > 30:
                 print0(f"{row.label}: a step should take {run.plan.step_s:.0f} s")

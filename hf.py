@@ -875,7 +875,8 @@ def delete_old(folder: Path, run: str) -> None:
         return
     try:
         own_files = json.loads((old / INDEX).read_text())["metadata"].get("files", [])
-    except FileNotFoundError:  # an earlier call was killed while it deleted, after it had moved
+    except FileNotFoundError:
+        # an earlier call was killed while it deleted. It had moved the files of others before
         own_files = [file.name for file in old.iterdir()]
     for file in old.iterdir():
         new = folder.resolve() / file.name
@@ -963,12 +964,8 @@ def export(
         for file in partial.iterdir():
             sync(file)
 
-        metadata = {
-            "total_size": sum(sizes.values()),
-            "run": run,
-            "step": step,
-            "files": sorted(file.name for file in partial.iterdir()),
-        }
+        names = sorted(file.name for file in partial.iterdir())
+        metadata = {"total_size": sum(sizes.values()), "run": run, "step": step, "files": names}
         index = json.dumps({"metadata": metadata, "weight_map": weight_map})
         (partial / INDEX).write_text(index)  # last: a folder with an index is complete
         sync(partial / INDEX)

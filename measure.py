@@ -55,7 +55,7 @@ from model import LLaMA, ModelConfig, divisors
 from ops import accumulation_dtype, weight_grad_into
 from ranks import Groups, all_gather, all_or_none, gather_objects, reduce_scatter
 from shard import States
-from streams import HOST_BYTES, CommStream
+from streams import HOST_BYTES, CommStream, pin_host_buffers
 
 
 def predicted_layer_seconds(
@@ -68,6 +68,23 @@ def predicted_layer_seconds(
     est = costs.Estimator(profile, kernel)
     layer = costs.layer_seconds(est, costs.Plan(model, dtype, 1, 1, tokens))
     return layer.forward + layer.backward
+
+
+def host_copy_rate(device: torch.device, nbytes: int = 2**26, copies: int = 8) -> float:
+    """Return bytes/s of the slowest GPU's copies to the host, while all GPUs copy. With the default
+    sizes it takes about 20 ms. A collective of all ranks."""
+    is_gpu = device.type == "cuda"
+    on_gpu = torch.empty(nbytes, dtype=torch.uint8, device=device)
+    (on_host,) = pin_host_buffers([nbytes], pin=is_gpu)
+    wait_for_copies = torch.cuda.synchronize if is_gpu else lambda: None
+    on_host.copy_(on_gpu, non_blocking=True)  # the first copy takes longer
+    wait_for_copies()
+    gather_objects(None)  # so that all ranks begin together
+    start = time.perf_counter()
+    for _ in range(copies):
+        on_host.copy_(on_gpu, non_blocking=True)
+    wait_for_copies()
+    return min(gather_objects(copies * nbytes / (time.perf_counter() - start)))
 
 
 class Machine:
@@ -271,10 +288,8 @@ class Machine:
         return moved / self.time(lambda: states.update(0.0, 0.0))
 
     def copy_rate(self):
-        """Return bytes/s of copies to pinned host memory."""
-        on_gpu = self.random(self.sizes[-1] // self.dtype.itemsize)
-        on_host = torch.empty_like(on_gpu, device="cpu", pin_memory=self.gpu)
-        return on_gpu.nbytes / self.time(lambda: on_host.copy_(on_gpu, non_blocking=True))
+        """Return bytes/s of copies to page-locked host memory."""
+        return host_copy_rate(self.device, self.sizes[-1], copies=40)
 
     def cast_rate(self):
         """Return bytes/s of casts to float8, or None if the GPU has no float8. A cast reads a bf16

@@ -884,12 +884,7 @@ def assert_equals_plain(
 
     if case["dtype"] == "bf16" and case["micro"] > 1:
         if case["layout"] == "intra" and case["g"] == run.plan.state_ranks:
-            rounded = find_rounded_gradients(states)
-            trained = [module for module in states.sharded_params if not module.frozen]
-            if case["sums"] == "fp32":
-                errors += rounded
-            elif len(rounded) < len(trained) / 2:  # of the others this rank may have only padding
-                errors.append("gradients were not rounded to bf16")
+            errors += find_wrong_rounding(states, rounds=case["sums"] == "dtype")
 
     if only_step is None or only_step == len(expected_steps) - 1:
         weights = {name: states.full_param(name).cpu() for name in expected_weights}
@@ -927,6 +922,17 @@ def find_rounded_gradients(states: shard.States) -> list[str]:
         and param.grad_shard.any()
         and torch.equal(param.grad_shard.bfloat16(), param.grad_shard)
     ]
+
+
+def find_wrong_rounding(states: shard.States, rounds: bool) -> list[str]:
+    """Return errors if sums of gradients over several micro-batches were rounded to bf16, or if
+    they were not although they are kept in bf16. rounds: whether they are (--grad-sums dtype)."""
+    rounded = find_rounded_gradients(states)
+    trained = [module for module in states.sharded_params if not module.frozen]
+    if not rounds:
+        return rounded
+    # of the others this rank may have only padding
+    return ["gradients were not rounded to bf16"] if len(rounded) < len(trained) / 2 else []
 
 
 def find_different_copies(states: shard.States) -> list[str]:

@@ -122,6 +122,7 @@ from data import (
     split,
 )
 from fp8 import MULTIPLE, fits_tensor_cores, has_float8, use_float8
+from measure import host_copy_rate
 from model import (
     ARCHITECTURES,
     MODELS,
@@ -180,7 +181,6 @@ from streams import (
     host_memories,
     in_unit,
     own_host_bytes,
-    pin_host_buffers,
 )
 from tensor import TensorParallel, check_tensor_parallel, split_model
 
@@ -687,7 +687,7 @@ def extend_positions(
     config.json. source: config.json of the imported model, or {}. Raises ValueError, also if the
     checkpoint to resume is of another model.
     """
-    if resumed and not source:
+    if cfg.rope_scaling and resumed and not source:
         # a scaling counts from the length that the run's weights were trained on
         model = replace(model, max_positions=max(model.max_positions, trained_positions(resumed)))
     model = hf.with_rope(cfg.rope_scaling, model)
@@ -903,9 +903,9 @@ def warn_of_trained_validation(run: Run) -> None:
             leaks.append(f"{min(1, (end - validation.first) / tokens):.0%}")
     if unknown:
         print0(
-            "WARNING: some of the data are new to this run, and their end is held out for val_loss. "
-            "If earlier data of the run had the same tokens, it may have trained on them. Put text "
-            "that it has never seen into val.bin"
+            "WARNING: some of the data are new to this run, and their end is held out for "
+            "val_loss. If earlier data of the run had the same tokens, it may have trained on "
+            "them. Put text that it has never seen into val.bin"
         )
     if leaks:
         print0(
@@ -1525,23 +1525,6 @@ def warn_of_short_gpu_memory(run: Run) -> None:
 
 
 SLOW_COPIES = 0.8  # a run warns if copies to the host reach less than this share of the profile's
-
-
-def host_copy_rate(device: torch.device) -> float:
-    """Return bytes/s of the slowest GPU's copies to the host, while all GPUs copy. It takes about
-    20 ms. A collective of all ranks."""
-    copies, is_gpu = 8, device.type == "cuda"
-    on_gpu = torch.empty(2**26, dtype=torch.uint8, device=device)
-    (on_host,) = pin_host_buffers([on_gpu.nbytes], pin=is_gpu)
-    wait_for_copies = torch.cuda.synchronize if is_gpu else lambda: None
-    on_host.copy_(on_gpu, non_blocking=True)  # the first copy takes longer
-    wait_for_copies()
-    gather_objects(None)  # so that all ranks begin together
-    start = time.perf_counter()
-    for _ in range(copies):
-        on_host.copy_(on_gpu, non_blocking=True)
-    wait_for_copies()
-    return min(gather_objects(copies * on_gpu.nbytes / (time.perf_counter() - start)))
 
 
 def warn_of_slow_host_copies(run: Run) -> None:

@@ -15,6 +15,7 @@ from pytest import raises
 
 import bench
 import data
+import measure
 import memplan
 import planner
 import ranks
@@ -257,7 +258,7 @@ def test_a_host_that_copies_slowly_is_announced(rate, warned, group, monkeypatch
 
     Catches a step that waits for copies, and no one knows why.
     """
-    assert 1e8 < train.host_copy_rate(torch.device("cpu")) < 1e12  # it can run without a GPU, too
+    assert 1e8 < measure.host_copy_rate(torch.device("cpu")) < 1e12  # it can run without a GPU, too
     profile = round_machine(to_host=50e9)
     run = SimpleNamespace(
         device=torch.device("cuda"),
