@@ -12,7 +12,7 @@ To add a kernel, write its two functions and its row (examples/alibi.py does).
 
 Legend:  B sequences   T tokens per sequence   D head width   H query heads   K key/value heads
          sp = R * U    ranks that share a sequence: R ring ranks, each of U ranks that share heads.
-                       (In other files R is the number of all ranks, and a ring has r ranks)
+                       (In shard.py R is the number of all ranks that share model states)
          G             groups of heads that a rank processes one after the other
          h             heads of one group on one rank (query heads, or key/value heads of k and v)
          o, lse        attention's output, and each query's log-sum-exp of scores
@@ -53,7 +53,7 @@ the kernel, and "tokens 0" the one after it:
                                             group's is exposed
     o to tokens             to_tokens       kernel g + 1; the last       the next to_tokens, and
                                             group's is exposed           the return
-    ring: k, v              send_kv, shift  the ring's step before       the ring's step
+    ring: k, v of step s    send_kv, shift  step s - 1 of the ring       step s
 
 Backward first needs do, which the backward of block.post computes ("post" below). The backward of
 block.post leaves some gradients of weights for later ("weight grads"), because their computation
@@ -70,8 +70,9 @@ can hide transfers:
     dq, dk, dv to tokens    to_tokens       kernel g + 1; the last       the next to_tokens, and
                                             group's: a weight gradient   the return
     ring: first k, v        send_kv         the same as q, k, v, o       the ring's first step
-    ring: next k, v         shift           the ring's step before       the ring's step
-    ring: sums of dk, dv    shift           the ring's next step         adding that step's dk, dv
+    ring: k, v of step s    shift           step s - 1 of the ring       step s
+    ring: sums of dk, dv    shift           step s + 1 of the ring       step s + 1 adds its dk, dv
+          after step s
 
 If a layer does not run in chunks of tokens, autograd runs its backward. Then do is complete before
 attention's backward begins, and no gradients of weights are left for it. So the first group's
@@ -572,11 +573,13 @@ class Ulysses:
     head twice. Each rank needs a key/value head of its own, so U divides K. If more than U ranks
     share a sequence, a ring has R = sp/U ranks.
 
-    Memory: one group computes while the next one arrives. So each tensor has two slots (receive
-    buffers), and group g uses slot g % 2. (Groups that share k and v use the same slot for these.)
-    Every tensor that the exchange stream reads or writes is allocated on the compute stream, and is
-    kept alive until compute has waited for the transfer. So PyTorch never gives its memory to
-    another tensor too early.
+    Memory: one group computes while the next one arrives. So if there are several groups, each
+    input of the kernel (q, k, v, and in backward o and do) has two receive buffers, called slots,
+    and group g uses slot g % 2. (Groups that share k and v use the same slot for these.) The
+    results (o, or dq, dk and dv) have one buffer, because the exchange stream copies a group's
+    results out of it before it receives the next ones. Every tensor that the exchange stream reads
+    or writes is allocated on the compute stream, and is kept alive until compute has waited for the
+    transfer. So PyTorch never gives its memory to another tensor too early.
 
     If U = 1, nothing travels, and the methods only cut tensors into groups.
     """
@@ -854,9 +857,9 @@ class Ring:
         2           2, 5        causal     2,5 x 1    2,5 x 0    5 x 3,4
         3           3, 4        causal     3,4 x 2    3,4 x 1    3,4 x 0
 
-    So each step after the first is a rectangle without a mask, which any kernel can compute, and
-    has as much work as the square. The results of the steps are merged in float32. For R = 3, where
-    "k, v 1" are the keys and values for step 1:
+    So each step after the first is a rectangle without a mask, and has as much work as the square.
+    Every kernel whose row says plain=True can compute it. The results of the steps are merged in
+    float32. For R = 3, where "k, v 1" are the keys and values for step 1:
 
         forward    compute  | square 0    | rectangle 1 | rectangle 2         |
                    ring     | k, v 1      | k, v 2      |

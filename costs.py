@@ -26,7 +26,9 @@ Legend:
     the tokens (token chunks); attention always runs on all tokens
     mesh of a group of ranks: (GPUs in each node, nodes)
 
-In code, `tokens` is N, unless a function says otherwise, and `n` is always n.
+In code, `tokens` is N, unless a function says otherwise, `own` is the number of
+tokens_between_products, and `n` is n. In tables of tensors, n1 and n2 are the results of a layer's
+two norms.
 
 Example: 7B (P = 6.74e9 parameters) with one sequence of 256K tokens on four H200s,
 
@@ -147,7 +149,7 @@ class Plan:
     keeps_casts: bool = False  # fp8: keep casts of all weights from one update to the next
     # on: the addresses of a step's tensors are planned, and a step on one stream is a CUDA graph
     memplan: str = "off"
-    overlap: tuple[str, ...] = OVERLAP_CHOICES  # the communication that runs beside computation
+    overlap: tuple[str, ...] = OVERLAP_CHOICES  # streams and messages that overlap computation
     activations: ActivationPlan | None = None  # None: layers keep all skeletal activations on GPU
     memory: dict[str, float] = field(default_factory=dict)  # bytes of GPU memory, by term
     host: dict[str, float] = field(default_factory=dict)  # bytes of host memory per rank, by term
@@ -704,9 +706,10 @@ def activation_gpu_bytes(plan: ActivationPlan, layer: LayerBytes) -> float:
     Forward: while swapped layers run, the GPU holds x and o of two of them: of the one that runs,
     and of the one before it, whose copies to the host may still run. (With a lag of more than two
     it holds more, but not more than backward needs: most_lag.) Chunks of these layers are not
-    counted here, because planner.plan_activations leaves room for them. Forward also needs less
-    working memory than backward, and the term `working` counts what backward needs. So this count
-    can be too low only for a plan made by hand, with few resident layers that keep few chunks.
+    counted here, because planner.ActivationProgram leaves room for them (most_swapped). Forward
+    also needs less working memory than backward, and the term `working` counts what backward needs.
+    So this count can be too low only for a plan made by hand, with few resident layers that keep
+    few chunks.
 
     Backward: the GPU holds the resident layers' activations and what it recomputes for a group of m
     layers (group_bytes). The resident layers are freed from the last one on. So when backward
@@ -1105,15 +1108,15 @@ def loss_tensors(plan) -> list[TensorSize]:
 
     There are logits of one chunk of tokens, and their gradients for one group of chunks.
     """
-    tokens, wide = plan.tokens_between_products, plan.accum_dtype
+    own, wide = plan.tokens_between_products, plan.accum_dtype
     vocab, dim = plan.vocab_matrix
     chunk, group = loss_chunks(vocab)
     return [
-        TensorSize("logits", min(chunk, tokens), vocab, wide),
-        TensorSize("gradients of the logits", min(group, tokens), vocab, plan.dtype),
+        TensorSize("logits", min(chunk, own), vocab, wide),
+        TensorSize("gradients of the logits", min(group, own), vocab, plan.dtype),
         TensorSize("gradient of the head", vocab, dim, wide, int(plan.counts.trains_head)),
         TensorSize(
-            "the last layer's output, its norm, the norm's gradient", tokens, 3 * dim, plan.dtype
+            "the last layer's output, its norm, the norm's gradient", own, 3 * dim, plan.dtype
         ),
     ]
 
@@ -1384,7 +1387,8 @@ class LayerSeconds:
     attention: float  # of forward: attention and its all-to-alls
     post: float  # of forward: from attention's output to the next layer's input
     recompute: float  # what backward adds if a layer recomputes S_others of all its tokens
-    # of both passes: attention, all-to-all, tensor exchanges
+    # of forward and backward together: attention, all-to-all, tensor exchanges, as step_seconds
+    # names them
     named: dict[str, float] = field(hash=False)  # a dict has no hash
 
 
@@ -1609,7 +1613,7 @@ def cast_seconds(est: Estimator, plan: Plan, matrix: tuple[int, int], kind: str)
         "a8": plan.tokens * cols,
     }
     of_tokens, of_weight, once = CASTS[kind.removesuffix("_sum")]
-    uses = plan.micro_batches if plan.keeps_casts else 1  # of one cast of W
+    uses = plan.micro_batches if plan.keeps_casts else 1  # micro-batches that use one cast of W
     moved = moved_bytes(of_tokens, nbytes)
     moved += moved_bytes(of_weight, nbytes) / uses
     moved += moved_bytes(once, nbytes) / plan.micro_batches
@@ -1769,10 +1773,10 @@ TIED_GRADS = [  # dtied, the sum of both, is float32
 def head_seconds(est, plan):
     """Return the seconds of a micro-batch's head and loss, forward and backward, and of the
     embedding's gradient."""
-    tokens = plan.tokens_between_products
+    own = plan.tokens_between_products
     vocab, dim = plan.vocab_matrix
     e, wide = plan.dtype.itemsize, plan.accum_bytes
-    logits, matrix = tokens * vocab, vocab * dim
+    logits, matrix = own * vocab, vocab * dim
     nbytes = {
         "logits": logits * wide,
         "dlogits": logits * e,
@@ -1781,7 +1785,7 @@ def head_seconds(est, plan):
         "dembed": matrix * e,
         "dtied": matrix * wide,
     }
-    chunk, group = (min(size, tokens) for size in loss_chunks(vocab))
+    chunk, group = (min(size, own) for size in loss_chunks(vocab))
     of_group = ("input_grad",)
     kernels = list(LOSS)
     if plan.counts.trains_head:
@@ -1791,8 +1795,8 @@ def head_seconds(est, plan):
     else:
         kernels += HEAD_GRAD if plan.counts.trains_head else []
         kernels += EMBEDDING_GRAD if plan.counts.trains_embedding else []
-    products = tokens / chunk * est.products(("forward",), chunk, vocab, dim)
-    products += tokens / group * est.products(of_group, group, vocab, dim)
+    products = own / chunk * est.products(("forward",), chunk, vocab, dim)
+    products += own / group * est.products(of_group, group, vocab, dim)
     return products + est.moved(moved_bytes(kernels, nbytes))
 
 
@@ -1803,11 +1807,11 @@ class UnitSeconds(NamedTuple):
     """Seconds of communication for some matrices, while nothing else runs. There is one field per
     stream of Plan.collectives, and one more for grad_scatter in earlier micro-batches."""
 
-    param_gather: float  # of a pass
-    grad_scatter: float  # of the last micro-batch
-    grad_reduce: float  # of the last micro-batch
-    param_broadcast: float  # of a step
-    early_grad_scatter: float  # of each earlier micro-batch
+    param_gather: float  # in each pass, forward or backward
+    grad_scatter: float  # in the last micro-batch
+    grad_reduce: float  # in the last micro-batch
+    param_broadcast: float  # once per step
+    early_grad_scatter: float  # in each earlier micro-batch
 
 
 def unit_seconds(est, plan, matrices, trained_shares):
@@ -1896,10 +1900,10 @@ def exposed_seconds(est, plan, compute, traffic, last_matrix=math.inf):
         else:
             inside += seconds
 
-    # In backward, layers that run whole gather weights only one matrix ahead, and a gather shares
-    # the network with the reductions launched before it. So we count that any computation hides one
-    # half of the gathers, but that only the computation of each layer's last matrix, which backward
-    # reaches first, hides the other half and the reductions
+    # In backward, a layer that runs whole gathers only one matrix ahead, and a gather waits for the
+    # reductions that were launched before it. So less computation hides this traffic. We count that
+    # any computation hides one half of the gathers. But only the computation of each layer's last
+    # matrix, which backward reaches first, hides the other half and the reductions
     slowdowns = est.profile.overlap["collectives"]
     slow_compute, slow_communication = slowdowns
     compute_inside = compute_across = compute  # the computation that hides each network's traffic

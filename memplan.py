@@ -30,10 +30,11 @@ this bound is optimal. `solve` makes two plans and takes the one with the lower 
                   once. In level 2 each pass is one block, as large as the peak of its plan. Level 2
                   plans these blocks and the buffers that belong to no pass.
 
-In each level a first fit is tried first. The integer program takes seconds, so it runs only if a
-first fit misses the lower bound, the level is small (MAX_PAIRS), and two levels could still win
-(`solve`). It is stopped at a deadline. `check` tells whether a plan is right, whatever made it.
-replay.py records the buffers of a step, and serves the later steps from one arena.
+In each level a first fit is tried first. The integer program takes seconds. So it runs only if the
+first fit misses the lower bound, and if the level is small (MAX_PAIRS). If buffers belong to
+passes, two levels must also still be able to win (`solve`). The program is stopped at a deadline.
+`check` tells whether a plan is right, whatever made it. replay.py records the buffers of a step,
+and serves the later steps from one arena.
 
     python memplan.py TRACE.csv [--time-limit S] [--out PLAN.csv] [--plot PLAN.png]
 
@@ -160,7 +161,8 @@ def to_sections(rows: np.ndarray) -> np.ndarray:
     """Return the rows with start and end counted in sections instead of moments.
 
     A step is a series of births and deaths of buffers. Cut this series wherever a birth is followed
-    by a death: the pieces are the sections. In a section all deaths come first. So after its last
+    by a death. A piece with a birth is a section. (The last piece may consist of deaths only.) In a
+    section all deaths come first. So after its last
     birth all of its buffers are alive at the same time, and two buffers are alive together if and
     only if they share a section. The plan needs to know nothing else about time, and there are at
     most n sections. The example at the top has two. A and B are born in section 0. Then A dies, and
@@ -392,7 +394,8 @@ def plan_exactly(rows: np.ndarray, deadline: float) -> AddressPlan:
 
 
 def improve(plan: AddressPlan, rows: np.ndarray, deadline: float) -> AddressPlan:
-    """Return the better one of a plan and of the integer program's plan.
+    """Return the better one of a plan and of the integer program's plan. If the program proves a
+    higher lower bound, it is written into `plan`.
 
     The program does not run if the plan meets the lower bound, or if there are more than MAX_PAIRS
     pairs. It runs until the deadline at most."""

@@ -4,7 +4,7 @@ A plan says how many GPUs share a sequence (sp), how sequences form micro-batche
 are sharded (p, g, os), and which activations layers keep, swap or recompute. costs.py predicts a
 plan's seconds and counts its bytes. The planner solves
 
-    minimize     seconds of a step / tokens of a step
+    minimize     seconds of a step * GPUs / tokens of a step
     subject to   GPU bytes <= memory of a GPU,  host bytes <= host memory per rank
 
 This is AMSP's problem (section IV), with InternEvo's degrees of freedom and Memo's activation
@@ -16,11 +16,13 @@ command or as a function:
 
 Legend:
 
-    p, g, os     shards of parameters, of gradients, of optimizer states
+    p, g, os     shards of parameters, of gradients, of optimizer states. intra: each matrix is cut
+                 into os parts; inter: one rank owns all of it (shard.py)
     sp           GPUs that share a sequence. They form one data-parallel group
     dp           data-parallel groups. Each has sequences of its own
     tp, pp       GPUs that share each layer's matrices; stages of a pipeline. A stage has pp_chunks
                  virtual stages
+    head groups  parts of a GPU's heads, which attention runs one after the other (attention.py)
     chunk        tokens that a layer runs at once
     n            layers that backward reaches: all, unless the first ones are frozen
     k            the last k of these layers are resident: they copy no activations to the host
@@ -29,6 +31,7 @@ Legend:
     m            layers per group. Only the first layer of a group saves x
     X            layers that drop o, and run attention again in backward
     d            lag: before layer i + d, compute waits for layer i's copies to the host
+    TGS          tokens per GPU per second
 
     resident states    the number of layers whose optimizer states stay on the GPU, while those of
                        the other layers are on the host. They are the first layers. (Resident layers
@@ -50,9 +53,9 @@ a step equally. 4 or 2 groups cannot share one sequence, so sp 1 and 2 are illeg
 With --batch 4 all three are legal, and sp 4 still wins: it takes 1709 s per step. With --sp 2 the
 best plan takes 1780 s, and with --sp 1 it takes 2131 s. A GPU holds a quarter of a sequence with
 sp 4, a half with sp 2, and all of it with sp 1. The more tokens a GPU holds, the fewer activations
-per token it can save. With sp 2 only 1 layer in 5 saves its input, with sp 1 only 1 in 3, and
-backward recomputes the other inputs. Some layers drop attention's output, too, and run attention
-twice: 4 of 32 layers with sp 2, and 29 with sp 1.
+per token it can save. With sp 2 only 1 layer in 5 saves its input, and backward recomputes the
+other inputs. Besides, 4 of 32 layers drop attention's output, and run attention twice. With sp 1,
+29 layers do that, which leaves memory for the input of 1 layer in 3.
 
 How the search works. Each degree of freedom is a function that lists its legal values. A
 combination of the values that the functions in SHAPE list is a *shape*: a plan without the sharding
@@ -722,7 +725,7 @@ class ActivationProgram:
         fitting_candidates = candidates[fitting]
         no_chunks = np.zeros(fitting.size)
         recomputed_s = recomputation_seconds(self.plans(fitting_candidates, no_chunks), self.s)
-        # of the candidates that recompute least, what the best one loses
+        # `least` is the seconds that the best one loses of the candidates that recompute least
         tried = np.argsort(recomputed_s)[:TRIED_CANDIDATES]
         least = self.lost_seconds(fitting_candidates[tried], no_chunks[tried]).min()
         at_best = recomputed_s - most_chunks[fitting] / self.chunks * self.s.recompute
@@ -786,8 +789,8 @@ def plan_activations(
         swapped = np.maximum(at_least, np.rint(alpha * chunks * swapped_layers))
     feasible = (gpu >= candidates.gpu_bytes) & (swapped <= most_chunks)
     if alpha is not None and feasible.any():
-        # whole chunks miss alpha by a little: take candidates that miss it by 0.02 at most, or by
-        # the least that is possible
+        # a whole number of chunks is rarely exactly alpha. Take the candidates that miss it by 0.02
+        # at most; if there is none, those that miss it the least
         missed = np.abs(swapped / (chunks * np.maximum(1, swapped_layers)) - alpha)
         feasible &= missed <= max(0.02, missed[feasible].min())
 
@@ -882,7 +885,7 @@ def tensor_parallel_choices(c, plan, exhaustive=False):
                     f"{whole[1]} would be {part[0]} x {part[1]} on each GPU"
                 )
 
-    return legal_choices(c, ["tp"], zip(divisors(per_node)), why_not)
+    return legal_choices(c, ["tp"], [(tp,) for tp in divisors(per_node)], why_not)
 
 
 REASONS["pp"] = "fastest; on a tie the fewest stages"
@@ -948,9 +951,11 @@ def sequence_choices(c, plan, exhaustive=False):
         plan.state_ranks_per_node,
         plan.local_model.kv_heads,
     )
-    no_ring = ""  # the attention kernel that was asked for, if it cannot run around a ring
+    kernel_without_ring = ""  # the kernel that was asked for, if it cannot run around a ring
     if c.attention in KERNELS and not KERNELS[c.attention].plain:
-        no_ring = f"--attention {c.attention}, which may see heads or positions of keys,"
+        kernel_without_ring = (
+            f"--attention {c.attention}, which may see heads or positions of keys,"
+        )
 
     def why_not(sp, ring):
         head_ranks = max(1, sp // ring)
@@ -958,13 +963,15 @@ def sequence_choices(c, plan, exhaustive=False):
             return f"sequence parallelism must divide {ranks} GPUs"
         if c.seq % (sp * plan.tp):
             return f"--seq {c.seq} must be a multiple of sp x tp = {sp} x {plan.tp}"
-        if ring > 1 and no_ring:
-            return f"{no_ring} cannot run around a ring. It takes --ring 1"
+        if ring > 1 and kernel_without_ring:
+            return f"{kernel_without_ring} cannot run around a ring. It takes --ring 1"
         if sp % ring:
             return "a ring is a part of the GPUs that share a sequence, so --ring must divide --sp"
         if kv_heads % head_ranks:
             reason = f"sp / ring GPUs must share {kv_heads} key/value heads equally"
-            return f"{reason}, and {no_ring} cannot run around a ring" if no_ring else reason
+            if kernel_without_ring:
+                return f"{reason}, and {kernel_without_ring} cannot run around a ring"
+            return reason
         if ring > 1 and in_node % head_ranks:
             return (
                 f"the sp / ring = {head_ranks} GPUs that share heads must divide a node's {in_node}"
@@ -1033,7 +1040,7 @@ def batch_choices(c, plan, exhaustive=False):
             legal_batch = round_up(batch, dp * size * plan.pp)
             return f"with --pp-chunks {plan.pp_chunks}, {reason}. --batch {legal_batch} is legal"
 
-    legal = legal_choices(c, ["micro_batch"], zip(divisors(per_group)), why_not)
+    legal = legal_choices(c, ["micro_batch"], [(size,) for size in divisors(per_group)], why_not)
     sizes = [choice["micro_batch"] for choice in legal]
     if exhaustive:
         return [{"batch": batch, "micro_batch": size} for size in sizes]
@@ -1073,7 +1080,7 @@ def head_group_choices(c, plan, exhaustive=False):
                 "Take more --head-groups, or a larger --sp"
             )
 
-    legal = legal_choices(c, ["head_groups"], zip(divisors(heads)), why_not)
+    legal = legal_choices(c, ["head_groups"], [(groups,) for groups in divisors(heads)], why_not)
     if exhaustive:
         return legal
 
@@ -1088,7 +1095,9 @@ def head_group_choices(c, plan, exhaustive=False):
     return usual
 
 
-REASONS["activations"] = "fits; recomputes and waits the least; on a tie the fewest chunks"
+REASONS["activations"] = (
+    "with these shards: fits, and recomputes and waits the least; on a tie the fewest chunks"
+)
 
 
 def activation_modes(c, plan, exhaustive=False):
@@ -1226,8 +1235,11 @@ def most_resident_states(c, plan):
 
 
 def most_sharded(c, plan, exhaustive=False):
-    """List only the legal sharding with the most shards, with which every shape begins. The search
-    compares the other shardings of a shape later."""
+    """List one sharding, with which every shape begins: the last one of sharding_choices.
+
+    It has the most shards, and with --os-place auto its optimizer states are on the host. The
+    search compares the other shardings of a shape later.
+    """
     return [list(sharding_choices(c, plan))[-1]]
 
 
@@ -1248,13 +1260,16 @@ LEAST_FLOAT8_GAIN = 0.03  # below it, a plan says that --products fp8 gives litt
 LEAST_GRAPH_GAIN = 0.01  # from it on, a plan says what --memplan on gives
 TIE = 0.002  # plans whose times differ by less than this share tie
 LEAST_GAIN = 0.001  # resident states are tried if they might save this share of a step
-PRUNE_FACTOR = 1.3  # a plan is skipped if it takes this many times as long as another one
+# a plan is skipped if it takes more than this many times as long as the best plan with another
+# (tp, pp, sp)
+PRUNE_FACTOR = 1.3
 NEVER = {"never": math.inf}  # the seconds of a plan that does not fit
 
 token_s = operator.attrgetter("token_s")
 parallelism = operator.attrgetter("tp", "pp", "sp")  # the best plan of each is printed
 sharding_of = operator.attrgetter("factors", "os_place", "keeps_casts")
-# an unusual shape is first tried with the states of this many best plans (see price_unusual)
+# an unusual shape is first tried with the shardings of this many best plans, and with the best
+# sharding of each p (price_unusual)
 LIKELY_SHARDINGS = 3
 shape_of = operator.attrgetter(
     *("tp", "pp", "pp_chunks", "sp", "ring", "micro_batch", "head_groups", "recompute", "chunk")
@@ -1369,8 +1384,10 @@ class Search:
     # -- pricing
 
     def price(self, plan):
-        """Predict a plan, and return its seconds per token, which are infinite if it does not
-        fit."""
+        """Complete and predict a plan (`fit`), and add it to `fitting` or to `too_large`.
+
+        Return its seconds per token, which are infinite if it does not fit.
+        """
         plan = fit(self.c, plan, self.hardware, self.cannot_win)
         if plan.step_s < math.inf:
             self.fitting.append(plan)
@@ -1422,7 +1439,8 @@ class Search:
             if self.cannot_be_fastest(shape):
                 continue
             plans = self.possible_shardings(shape, self.cannot_be_fastest)
-            # if none of the likely ones is possible: the last two, which have the most shards
+            # if none of the likely ones is possible: the last two. They have the most shards, with
+            # optimizer states on the GPU and on the host
             plans = [plan for plan in plans if sharding_of(plan) in likely] or plans[-2:]
             if plans:
                 tried_shardings = {sharding_of(plan) for plan in plans}
@@ -1449,9 +1467,9 @@ class Search:
 def nothing_fits(c, too_large, hardware):
     """Return the TooLarge error that says what the plan nearest to fitting needs."""
     too_large.sort(key=lambda plan: worst_ratio(plan, hardware))
-    # A shape's ratio here leaves out optimizer states on the host. So the nearest shape may not
-    # lead to the nearest plan. The 24 nearest shapes are compared that differ in how they use the
-    # GPUs
+    # worst_ratio of a shape does not count optimizer states on the host, so the nearest shape need
+    # not contain the nearest plan. Keep the nearest shape for each (tp, pp, sp, micro_batch), and
+    # complete the first 24 of these
     nearest_shapes = {}
     for shape in too_large:
         nearest_shapes.setdefault((*parallelism(shape), shape.micro_batch), shape)
@@ -1494,18 +1512,18 @@ def sort_by_bound(hardware, plans, c=None):
     return sorted(timed, key=token_s)
 
 
-def with_room(c, best, plans, hardware):
+def with_room(c, case, plans, hardware):
     """Return the plans that may fit: their model states leave room for the smallest activations
-    that layers can save. This takes much less time than `fit`. best: what best_case returned for
+    that layers can save. This takes much less time than `fit`. case: what best_case returned for
     the shape of these plans."""
-    activations = best.memory["activations"]
-    if best.recompute == "auto" and c.recompute == "auto":
-        n, layer = best.reached_layers, skeletal_bytes(best)
+    activations = case.memory["activations"]
+    if case.recompute == "auto" and c.recompute == "auto":
+        n, layer = case.reached_layers, skeletal_bytes(case)
         candidates = activation_candidates(n, layer, c.resident_layers, bool(c.alpha))
-        needed = best.passes_in_flight * candidates.gpu_bytes.min()
+        needed = case.passes_in_flight * candidates.gpu_bytes.min()
         activations = min(activations, needed)
 
-    without_states = activations + sum(best.memory[name] for name in ("messages", "working"))
+    without_states = activations + sum(case.memory[name] for name in ("messages", "working"))
     may_fit = []
     for plan in plans:
         # a plan needs the fewest GPU bytes with the optimizer states of as few layers as possible
@@ -1519,9 +1537,9 @@ def with_room(c, best, plans, hardware):
     return may_fit
 
 
-def with_state_seconds(c, hardware, best, plans, cached_seconds):
+def with_state_seconds(c, hardware, case, plans, cached_seconds):
     """Return plans with a lower bound of their seconds. It is the sum of two terms: the seconds of
-    `best`, which is what best_case returned for the shape of these plans; and the seconds that
+    `case`, which is what best_case returned for the shape of these plans; and the seconds that
     model states take even if passes are endless and hide all communication that can overlap.
     cached_seconds: a cache of the second term, which is filled here."""
     timed = []
@@ -1542,7 +1560,7 @@ def with_state_seconds(c, hardware, best, plans, cached_seconds):
             cached_seconds[key] = sum(
                 traffic_seconds(hardware.est, most_resident, *endless).values()
             )
-        timed.append(replace(plan, seconds=best.seconds | {"states": cached_seconds[key]}))
+        timed.append(replace(plan, seconds=case.seconds | {"states": cached_seconds[key]}))
     return timed
 
 
@@ -1653,8 +1671,9 @@ def fit(c, plan, hardware, skip=lambda plan: False):
     which are infinite if it does not fit.
 
     First the plan leaves the optimizer states of as few layers as possible on the GPU. Then an
-    estimate says how many seconds more such layers could gain at most. If `skip` excludes a plan
-    that is faster by so much, or if it gains next to nothing, no other number is tried."""
+    estimate says how many seconds more such layers could gain at most. In two cases no other number
+    is tried: if this gain is below LEAST_GAIN of the step, or if `skip` would exclude this plan
+    even if it became faster by the whole gain."""
     plan = replace(plan, resident_states=c.resident_states or 0)
     counts = possible_resident_states(c, plan, hardware)
     plans = {}
@@ -1719,7 +1738,8 @@ def possible_resident_states(c, plan, hardware):
     gpu = gpu[useful] + keeping_least.memory["messages"] + keeping_least.memory["working"]
     host = host[useful]
 
-    # only where the optimizer states lie depends on the number
+    # the number of resident states changes only where optimizer states lie. So all other bytes are
+    # counted once
     memory, on_host = memory_of_states(replace(plan, resident_states=0))
     gpu = gpu + sum(memory.values())
     bytes_per_param = on_host["optimizer"] / max(1, plan.trained_params)
@@ -2111,12 +2131,16 @@ def default_tokens(model: str) -> int:
 
 
 def command(plan: Plan, asked) -> str:
-    """Return the command that runs a plan, to be started on each node. It repeats all flags that
-    were asked for. asked: the flags of a program, with a model."""
+    """Return the command that runs a plan, to be started on each node.
+
+    It repeats the flags that were asked for, and fixes what the planner chose. Flags that have
+    their defaults are left out. The run itself chooses resident states and the activation plan
+    again, unless they were asked for. asked: the flags of a program, with a model.
+    """
     values = vars(asked) | vars(plan) | asdict(plan.factors)
     values |= {"overlap": ",".join(plan.overlap) or "none", "strategy": ""}
     values |= {"dtype": asked.dtype, "optimizer": asked.optimizer}  # as flags spell them
-    values["resident_states"] = asked.resident_states  # chosen again, as the activation plan is
+    values["resident_states"] = asked.resident_states
     if plan.recompute == "auto":
         values["recompute"] = asked.recompute
     if values["recompute"] != "auto":
@@ -2434,8 +2458,9 @@ def next_gib(nbytes):
 def changes_that_fit(asked, hardware):
     """Return changes of one flag with which a plan fits, the smallest change first.
 
-    They are fewer sequences per step or at once, fewer tokens, more head groups, smaller chunks,
-    another --tp-mode, more memory of the host or of a GPU, and more GPUs.
+    They are: fewer tokens per sequence, fewer sequences per step, the planner's own --micro-batch,
+    --head-groups or --chunk instead of the one that was asked for, another --tp-mode, more memory
+    of the host or of a GPU, and more GPUs.
     """
     seq, ranks = asked.seq, hardware.ranks
     # limits that were not asked for are rounded to GiB, so that they can be read

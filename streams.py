@@ -156,8 +156,8 @@ def in_unit(nbytes: float, digits: int = 1) -> str:
 
 
 def flag_size(nbytes: float) -> str:
-    """Return a size, rounded down, as a flag takes it: '131G', '2037M'. The unit is so small that
-    at most 6 % are lost."""
+    """Return a size, rounded down, as a flag takes it: '131G', '2037M'. From 16K on, at most
+    6 % are lost."""
     for unit, letter in ((2**30, "G"), (2**20, "M")):
         if nbytes >= 16 * unit:
             return f"{int(nbytes // unit)}{letter}"
