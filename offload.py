@@ -15,7 +15,9 @@ three ways:
 
     keep        it stays on the GPU
     swap        it is copied to pinned host memory, and prefetched for backward
-    recompute   it is dropped, and backward runs pre and post again on the chunk, from x and o
+    recompute   it is dropped, and backward runs pre and post again on the chunk, from x and o. Only
+                post's last product is skipped, because backward does not read its result
+                (ops.find_unread_product)
 
 Layers that backward does not reach, because they and the layers before them are frozen
 (LLaMA.forward_only_layers), save nothing at all. An ActivationPlan is for the other n layers, and
@@ -73,8 +75,9 @@ a group is one layer:
     offload     `offload`, at the end of     the forward of layers     `free_offloaded`, before the
     of layer i  layer i's forward            i + 1 to i + d - 1        forward of layer i + d
     prefetch    `load_group` of group g + 1  the backward of group     `load_group` of group g,
-    of group g  (the last two groups: when   g + 1, or of the          before its backward
-                backward begins)             resident layers
+    of group g  (of the last two swapped     g + 1, or of the          before its backward
+                groups: when backward        resident layers
+                begins)
 
 Nothing in this file knows what a block computes: hooks of autograd find the tensors that it saves
 (`SavedLayer.saving`). So nothing here has to be edited if you change a layer (model.Block).
@@ -86,8 +89,8 @@ Left out: swapping to disk, and layers of different shapes.
 
 Legend
 
-    sizes    B sequences, T tokens of one sequence on a rank, N = B*T; C width, H query heads, K
-             key/value heads, D head width
+    sizes    B sequences, T tokens of one sequence on a rank (T/sp in attention.py), N = B*T;
+             C width, H query heads, K key/value heads, D head width
     layers   n layers that backward reaches, k resident layers, m layers per group, X layers that
              drop o, d the lag; i one of the n layers, from 0, j a chunk of it, g a group
     shapes   in a tensor's shape, such as (1, n, C), n is the number of tokens of a chunk
@@ -226,7 +229,8 @@ class SavedLayer:
         "x", "o", "lse"     (1, N, C), (1, N, H, D), and lse with B*H*T elements, in the shape that
                             Attention.forward returns (attention.py); unless dropped
         "q", "k", "v"       of saved chunks: (1, tokens of these chunks, heads, D)
-        1, 2, 3 ...         the other tensors that autograd saves of saved chunks
+        integers            the other tensors that autograd saves of saved chunks. The integers
+                            ascend, with gaps
 
     If the layer is swapped, these are first tensors on the GPU. free_offloaded replaces them by
     views of a host buffer, and load_group by views of a rounding buffer on the GPU.
@@ -268,7 +272,7 @@ class SavedLayer:
             forward     autograd saves t  --pack-->  SavedView(name, shape, stride, offset)
 
                 t                               name        stored in self.tensors
-                a view of x or of o             "x", "o"    nothing new
+                a view of x or o in its dtype   "x", "o"    nothing new
                 a view of a stored tensor       its number  nothing new
                 any other tensor                a number    t, or a copy of it
                 a parameter or a position       none: autograd keeps t itself
@@ -924,7 +928,7 @@ class ChunkedLayers:
             raise ValueError(
                 f"layer {self.first + i} saved {needed:,} bytes, but {len(host_buffer):,} bytes "
                 "when it ran on tensors without data: the shapes of what a block saves must not "
-                "depend on data"
+                "depend on data, nor on attributes that LLaMA.__init__ gives to some blocks"
             )
         saved.on_host = carve(host_buffer, saved.tensors)
         # It is safe to overwrite the host buffer: in load_group, compute has waited for the

@@ -6,6 +6,8 @@ states) are legal if
 
     p | g | os | R, and g equals p or os        a | b: a divides b
 
+Besides, p and os divide the number of ranks in a node, or are multiples of it (`legal_sizes`).
+
 A model with P parameters in bf16, and AdamW's states in float32, takes per rank (section IV):
 
     2P/p     bytes of parameters
@@ -190,9 +192,10 @@ SMALL_PIECE_ELEMENTS = 2**20
 class Factors:
     """The numbers of shards of parameters, gradients and optimizer states (AMSP, section IV).
 
-    On R ranks they are legal if p | g | os | R, and g equals p or os. On 8 ranks with p = 2 and
-    os = 8, say, (2, 2, 8) and (2, 8, 8) are legal, and (2, 4, 8) is not. The module's docstring
-    follows a gradient through both.
+    On R ranks they are legal if p | g | os | R, if g equals p or os, and if p and os divide the
+    number of ranks in a node or are multiples of it. On 8 ranks with p = 2 and os = 8, say, (2, 2,
+    8) and (2, 8, 8) are legal, and (2, 4, 8) is not. The module's docstring follows a gradient
+    through both.
     """
 
     p: int = 1
@@ -295,7 +298,8 @@ class ShardedParam:
     name: str  # of the parameter, as in a checkpoint
     module: Matrix
     unit: "Unit"
-    owner: int  # layout inter: the owner of this p-shard, as its index in the subgroup
+    # layout inter: the owner of this p-shard, as its index in the subgroup; -1 if it is frozen
+    owner: int
     shard_start: int  # index of param_shard's first element in the flat matrix
     owned_start: int  # index of the first owned element in the flat matrix
 
@@ -367,7 +371,7 @@ class Unit:
     # those of LLaMA.forward_only_layers
     read_in_backward: bool = False
     next_params: Sequence[ShardedParam] = ()  # of the next unit
-    # of the previous unit, if backward reads them
+    # of the previous unit, which backward gathers ahead; empty if backward does not read them
     previous_params: Sequence[ShardedParam] = ()
     # whether its optimizer states are on the GPU although the others are on the host
     has_resident_states: bool = False
@@ -388,7 +392,9 @@ class Unit:
 class GatherPlan(NamedTuple):
     """Which parameters unshard gathers. It skips those whose buffers already hold them."""
 
-    now: Sequence[ShardedParam]  # launched first: the parameter that is used next, and others
+    # gathered first: the parameter that is about to be used, and parameters of the same unit that
+    # all ranks gather in the same order
+    now: Sequence[ShardedParam]
     ahead: Sequence[ShardedParam]  # launched after them, for a later use
 
 
@@ -500,13 +506,18 @@ def accumulate(total: Tensor, x: Tensor, first: bool) -> None:
 # ---------------------------------------------------------------------------- before sharding
 
 
+# the parts of a model that pipeline.keep_stage leaves on some stages only
+STAGE_PARTS = "embed", "blocks", "norm", "head"
+
+
 def check_weights(model: nn.Module, stages: int = 1) -> None:
     """Raise ValueError for a weight that would not train, or that would train wrong.
 
-    These are: a weight that belongs to no Matrix or Vector; a buffer on the meta device; a Matrix
-    with two paths in the model, unless ModelConfig.tied says that these are embed and head; and, in
-    a pipeline, a Vector with two paths, which may be on two stages. stages: the number of pipeline
-    stages into which the model will be split.
+    These are: a weight that belongs to no Matrix or Vector; a buffer on the meta device; and a
+    Matrix with two paths in the model, unless ModelConfig.tied says that these are embed and head.
+    In a pipeline these are also: a Vector with two paths, which may be on two stages; and a Matrix
+    outside embed, layers and head, of which each stage would have a copy. stages: the number of
+    pipeline stages into which the model will be split.
     """
     paths: dict[nn.Module, list[str]] = {}
     for path, module in model.named_modules(remove_duplicate=False):
@@ -525,6 +536,13 @@ def check_weights(model: nn.Module, stages: int = 1) -> None:
             raise ValueError(
                 f"--pp {stages}: {path} and {others[0]} are the same Vector, and may be on two "
                 "pipeline stages. Make two Vectors, or use --pp 1."
+            )
+        if stages > 1 and isinstance(module, Matrix) and path.split(".")[0] not in STAGE_PARTS:
+            raise ValueError(
+                f"--pp {stages}: each pipeline stage would have a copy of the Matrix {path}. If "
+                "embed_tokens uses it, make it a part of the embedding (self.embed.NAME = Matrix("
+                "...)). If apply_head uses it, make it a part of the head (self.head.NAME = Matrix("
+                "...)). Or use --pp 1."
             )
     embed, head = getattr(model, "embed", None), getattr(model, "head", None)
     if model.cfg.tied and None not in (embed, head) and embed is not head:
@@ -1032,7 +1050,7 @@ class States:
         order, even if one of them skips some matrices of a unit. If it skips a whole unit, the
         order differs (complete_pass)."""
 
-        # without overlap: the whole unit as it begins, nothing ahead
+        # --overlap leaves out param_gather: the whole unit as it begins, nothing ahead
         if not self.streams["param_gather"].overlap:
             return GatherPlan(now=unit.params, ahead=[])
 

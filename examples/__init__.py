@@ -36,10 +36,13 @@ Other changes need no example. This table says where to make them:
                                              x, self.norm1.weight)), and their sum is added to x
     latent attention (MLA)                   Block.__init__ and pre. If one matrix computes several
                                              outputs, its `parts` says the rows of each
-    a layer without rotary angles (NoPE)     Block.pre, by an attribute that LLaMA.__init__ sets
+    a layer without rotary angles (NoPE)     Block.pre: it ends in return qkv.split(heads, dim=2) if
+                                             an attribute says so, which LLaMA.__init__ sets
     z-loss, label smoothing                  LLaMA.apply_head
-    a head for the token after the next      LLaMA.apply_head, with labels_ahead = 2
-    learned positions                        LLaMA.embed_tokens, from the positions that it gets
+    a head for the token after the next      LLaMA.apply_head, with labels_ahead = 2. Its Matrix is
+                                             self.head.NAME, so that --pp knows the stage
+    learned positions                        LLaMA.embed_tokens, from the positions that it gets. A
+                                             Matrix of them is self.embed.NAME, for --pp
     attention sinks, capped scores           a kernel, as alibi and local are
     Lion, SGD                                an optimizer, like SGD in optim.py's docstring
     Adafactor, LARS                          an optimizer of whole matrices, as muon is

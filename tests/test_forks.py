@@ -11,6 +11,7 @@ import torch.distributed as dist
 from pytest import raises
 
 import attention
+import checkpoint
 import costs
 import hf
 import model
@@ -589,6 +590,24 @@ def test_only_embedding_and_head_may_be_one_matrix(group):
     shard.check_weights(model.LLaMA(tied_cfg), 2)
 
 
+@parametrize("frozen", [False, True])
+def test_a_pipeline_refuses_a_matrix_that_is_on_every_stage(frozen, group):
+    """A pipeline refuses a Matrix outside the embedding, the layers and the head.
+
+    Catches copies of one matrix that train apart, or that an export adds up and a checkpoint holds
+    twice.
+    """
+    llama = model.LLaMA(model.MODELS["tiny"])
+    llama.embed.table = model.Matrix(4, 8, frozen=frozen)
+    llama.head.extra = model.Matrix(4, 8, frozen=frozen)
+    llama.blocks[1].extra = model.Matrix(4, 8, frozen=frozen)
+    shard.check_weights(llama, 2)
+    llama.positions = model.Matrix(4, 8, frozen=frozen)
+    shard.check_weights(llama)
+    with raises(ValueError, match=r"--pp 2: .* the Matrix positions\. .*self\.embed\.NAME = "):
+        shard.check_weights(llama, 2)
+
+
 def test_layers_leave_the_gradient_of_a_tied_matrix_alone(group, monkeypatch):
     """No layer's gradient uses the buffer in which a tied matrix waits for its second contribution.
 
@@ -633,15 +652,16 @@ class TwoAhead(m.LLaMA):
 
     def __init__(self, *args):
         super().__init__(*args)
-        self.head2 = m.Matrix(*self.head.shape)
+        self.head.second = m.Matrix(*self.head.shape)
 
     def apply_head(self, x, labels, scale, per_token, positions):
         first = super().apply_head(x, labels[..., 0], scale, per_token, positions)
         if per_token:
             return first
-        heads, self.head = self.head, self.head2
+        head = self.head
+        self.head = head.second
         second = super().apply_head(x, labels[..., 1], scale, per_token, positions)
-        self.head = heads
+        self.head = head
         return first + 0.3 * second
 
 class Learned(m.LLaMA):
@@ -650,6 +670,34 @@ class Learned(m.LLaMA):
     def embed_tokens(self, tokens, positions):
         x = super().embed_tokens(tokens, positions)
         return x + torch.sin(0.1 * positions)[..., None].to(x.dtype)
+
+class Table(m.LLaMA):
+    """Adds a learned vector of each token's position to its embedding."""
+
+    def __init__(self, cfg, *args):
+        super().__init__(cfg, *args)
+        self.embed.positions = m.Matrix(256, cfg.dim, std=0.5)
+
+    def embed_tokens(self, tokens, positions):
+        x = super().embed_tokens(tokens, positions)
+        return x + ops.embedding(self.embed.positions, positions)
+
+class WithoutAngles(m.Block):
+    """Every second layer has no rotary embedding, because Alternating says so."""
+
+    has_angles = True
+
+    def pre(self, x, positions):
+        if self.has_angles:
+            return super().pre(x, positions)
+        qkv = self.project(self.qkv, self.norm, x, self.norm1.weight)
+        return qkv.unflatten(-1, (sum(self.heads), -1)).split(self.heads, dim=2)
+
+class Alternating(m.LLaMA):
+    def __init__(self, *args):
+        super().__init__(*args)
+        for block in self.blocks[::2]:
+            block.has_angles = False
 
 class Weighted(m.LLaMA):
     """Later tokens count more."""
@@ -672,16 +720,20 @@ class LogN(m.Block):
 
 
 @slow
-@parametrize("fork", ["TwoAhead", "Learned", "Weighted", "LogN"])
+@parametrize("fork", ["TwoAhead", "Learned", "Table", "Alternating", "Weighted", "LogN"])
 def test_forks_that_look_at_positions_are_right_on_any_rank(fork, tmp_path):
     """Forks that use the positions they are given train right on any rank.
 
-    The forks use learned positions, weights by position, log-n attention, and a label two tokens
-    ahead. Catches positions or labels that count the tokens of a call as if they were a whole
-    sequence, which is wrong when ranks share a sequence or layers run in token chunks.
+    The forks use waves or a learned table of positions, no positions in every second layer, weights
+    by position, log-n attention, and a label two tokens ahead. Catches positions or labels that
+    count the tokens of a call as if they were a whole sequence, which is wrong when ranks share a
+    sequence or layers run in token chunks; and a matrix of a fork that is on a wrong stage of a
+    pipeline, or twice in a checkpoint.
     """
     replaced_class = "m.Block" if fork == "LogN" else "train.LLaMA"
     code = f"{FORKS}\n{replaced_class} = {fork}\n"
+    if fork == "Alternating":
+        code += "m.Block = WithoutAngles\n"
     found = {}  # whether the data has documents -> the results of all runs on such data
     for i, (ranks, flags) in enumerate(
         (
@@ -692,10 +744,12 @@ def test_forks_that_look_at_positions_are_right_on_any_rank(fork, tmp_path):
             (2, "--sp 2 --ring 2 --recompute auto --chunk 8"),
             (2, "--tp 2 --tp-mode msp"),
             (2, "--tp 2 --tp-mode fsp"),
+            (2, "--pp 2 --micro-batch 1"),
         )
     ):
         out = tmp_path / f"{i}"
         run(f"--steps 2 --eval-every 1 --dtype fp64 --batch 2 {flags} --out {out}", ranks, code)
+        checkpoint.open_checkpoint(out / "step-00000002")
         rows = [(row["loss"], row["grad_norm"], row["val_loss"]) for row in read_log(out)]
         found.setdefault("--document-token" in flags, []).append(rows)
     for one_rank, *others in found.values():
