@@ -360,9 +360,14 @@ class Plan:
         return self.tp > 1 and self.tp_mode != "mtp"
 
     @property
+    def in_chunks(self) -> bool:
+        """Return whether layers run in token chunks, of which a layer may have only one."""
+        return self.recompute == "auto"
+
+    @property
     def chunks(self) -> int:
         """Return in how many token chunks a layer runs."""
-        if self.recompute == "auto":
+        if self.in_chunks:
             return ceil_div(self.tokens, self.chunk)
         return 1
 
@@ -848,7 +853,7 @@ def working_moments(plan) -> dict[str, list[TensorSize]]:
         "attention's backward": backward + attention_backward_tensors(plan),
         "head and loss": [angles, *received, *loss_tensors(plan)],
     }
-    if plan.recompute == "none":
+    if not plan.in_chunks:
         for name, tensors in whole_layer_moments(plan).items():
             moments[name] = [angles, *received, *tensors]
     else:
@@ -1280,10 +1285,10 @@ class Estimator:
         self.attention = profile.attention[nearest_kernel(profile, kernel)]
         self.launch = profile.launch[launch_host(profile, processor)]
         self.outside_profile = set()  # operations that the profile has no points for, in words
-        self.products = functools.cache(self.products)
-        self.collective = functools.cache(self.collective)
+        self.product_seconds = functools.cache(self.product_seconds)
+        self.collective_seconds = functools.cache(self.collective_seconds)
 
-    def products(self, kinds, tokens, rows, cols):
+    def product_seconds(self, kinds, tokens, rows, cols):
         """Return the seconds of products between (tokens, cols) and a matrix (rows, cols).
 
         kinds: some of hardware.PRODUCTS or FLOAT8_PRODUCTS. The profile has rates of square
@@ -1316,11 +1321,11 @@ class Estimator:
             self.outside_profile.add(f"attention on {seq:,.0f} tokens")
         return interpolate(points, seq)
 
-    def moved(self, nbytes):
+    def elementwise_seconds(self, nbytes):
         """Return the seconds of element-wise kernels that read and write `nbytes`."""
         return nbytes / self.profile.memory
 
-    def collective(self, op, size, mesh):
+    def collective_seconds(self, op, size, mesh):
         """Return the seconds of a collective: t = bytes / bandwidth(op, bytes, mesh) (AMSP,
         section IV). size: bytes of the whole tensor that is gathered, reduced or broadcast. For an
         all-to-all, size is the bytes that one rank sends, including the part that it keeps.
@@ -1494,10 +1499,10 @@ def kernel_seconds(est: Estimator, plan: Plan) -> KernelSeconds:
 
     nbytes = layer_tensors(plan)
     return KernelSeconds(
-        pre=est.moved(moved_bytes(pre, nbytes)),
-        post=est.moved(moved_bytes(post, nbytes)),
-        backward_down=est.moved(moved_bytes(BACKWARD_DOWN, nbytes)),
-        backward_rest=est.moved(moved_bytes(backward_rest, nbytes)),
+        pre=est.elementwise_seconds(moved_bytes(pre, nbytes)),
+        post=est.elementwise_seconds(moved_bytes(post, nbytes)),
+        backward_down=est.elementwise_seconds(moved_bytes(BACKWARD_DOWN, nbytes)),
+        backward_rest=est.elementwise_seconds(moved_bytes(backward_rest, nbytes)),
     )
 
 
@@ -1507,7 +1512,7 @@ def product_seconds(est: Estimator, plan: Plan, kind: str) -> list[float]:
     seconds = []
     for matrix, in_float8 in zip(plan.matrices, plan.in_float8):
         kinds = (f"fp8_{kind}" if in_float8 else kind,)
-        taken = plan.chunks * est.products(kinds, plan.tokens / plan.chunks, *matrix)
+        taken = plan.chunks * est.product_seconds(kinds, plan.tokens / plan.chunks, *matrix)
         if in_float8:
             taken += cast_seconds(est, plan, matrix, kind)
         seconds.append(taken)
@@ -1537,22 +1542,22 @@ def layer_seconds(est: Estimator, plan: Plan) -> LayerSeconds:
         backward.append(of_input + share * of_weight)
     *earlier, last = backward
 
-    moved = kernel_seconds(est, plan)
+    kernels = kernel_seconds(est, plan)
     tp_forward, tp_backward = tp_exchange_seconds(est, plan)
     kernel, exchange = attention_seconds(est, plan, backward=False)
     kernel_backward, exchange_backward = attention_seconds(est, plan, backward=True)
 
-    pre = first + moved.pre
-    post = sum(later) + moved.post + tp_forward
-    last_matrix = last + moved.backward_down
-    rest = sum(earlier) + moved.backward_rest
+    pre = first + kernels.pre
+    post = sum(later) + kernels.post + tp_forward
+    last_matrix = last + kernels.backward_down
+    rest = sum(earlier) + kernels.backward_rest
     # a mean over all layers, of which backward may reach only some
     reached = plan.backward_share
 
     # recomputing block.post does not run the last product, the exchange that follows it, or
     # SwiGLU, and does not need y. We count the kernels of SwiGLU and of y nevertheless (they are in
-    # moved.post), because this predicts measured steps better
-    recomputed_post = sum(later[:-1]) + moved.post + tp_forward / 2
+    # kernels.post), because this predicts measured steps better
+    recomputed_post = sum(later[:-1]) + kernels.post + tp_forward / 2
     return LayerSeconds(
         forward=pre + kernel + exchange + post,
         backward=reached * (last_matrix + rest + kernel_backward + exchange_backward + tp_backward),
@@ -1634,11 +1639,11 @@ def tp_exchange_seconds(est, plan):
     size = plan.tokens * plan.model.dim * plan.dtype.itemsize
     mesh = (plan.tp, 1)
     if plan.tp_mode == "mtp":
-        reduces = 2 * est.collective("all_reduce", size, mesh)
+        reduces = 2 * est.collective_seconds("all_reduce", size, mesh)
         return reduces, reduces
 
-    gathers = 2 * est.collective("all_gather", size, mesh)
-    both = gathers + 2 * est.collective("reduce_scatter", size, mesh)
+    gathers = 2 * est.collective_seconds("all_gather", size, mesh)
+    both = gathers + 2 * est.collective_seconds("reduce_scatter", size, mesh)
     if plan.tp_mode == "fsp":  # backward gathers norm(x) and norm(h) again
         return both, both + gathers
     return both, both
@@ -1720,17 +1725,19 @@ def attention_seconds(est, plan, backward):
     flops = flops_per_pair * q * plan.tokens * plan.seq
     kernel = flops / est.attention_rate(name, own_seq)
     if plan.ring > 1:
-        kernel += est.moved(ring_bytes(plan, backward))
+        kernel += est.elementwise_seconds(ring_bytes(plan, backward))
     if plan.head_ranks * groups > 1:  # copies to and from the order of heads: read and written
-        kernel += est.moved(plan.tokens * 2 * (to_heads + to_tokens) * e)
+        kernel += est.elementwise_seconds(plan.tokens * 2 * (to_heads + to_tokens) * e)
 
     # the all-to-alls of one head group: to heads and to tokens
     exchange = sum(
-        est.collective("all_to_all", plan.tokens * width * e / groups, plan.mesh(plan.head_ranks))
+        est.collective_seconds(
+            "all_to_all", plan.tokens * width * e / groups, plan.mesh(plan.head_ranks)
+        )
         for width in (to_heads, to_tokens)
     )
     exposed_exchange = exchange
-    if backward and plan.recompute == "auto":
+    if backward and plan.in_chunks:
         # matrix products hide the all-to-alls of the first and of the last group, and the kernel
         # hides the others. To keep it simple, we let the kernel hide all of them
         exposed_exchange = 0.0
@@ -1738,7 +1745,7 @@ def attention_seconds(est, plan, backward):
     # the exchanges of the ring
     kv_bytes = plan.ring * plan.tokens * kv * e / plan.kv_groups
     ring_mesh = plan.mesh(plan.sp, plan.head_ranks)
-    ring_exchange = groups * est.collective("all_gather", kv_bytes, ring_mesh)
+    ring_exchange = groups * est.collective_seconds("all_gather", kv_bytes, ring_mesh)
     if backward:  # dk and dv are passed on, too
         ring_exchange *= 1 + plan.ring_sum_bytes / e
 
@@ -1795,9 +1802,9 @@ def head_seconds(est, plan):
     else:
         kernels += HEAD_GRAD if plan.counts.trains_head else []
         kernels += EMBEDDING_GRAD if plan.counts.trains_embedding else []
-    products = own / chunk * est.products(("forward",), chunk, vocab, dim)
-    products += own / group * est.products(of_group, group, vocab, dim)
-    return products + est.moved(moved_bytes(kernels, nbytes))
+    products = own / chunk * est.product_seconds(("forward",), chunk, vocab, dim)
+    products += own / group * est.product_seconds(of_group, group, vocab, dim)
+    return products + est.elementwise_seconds(moved_bytes(kernels, nbytes))
 
 
 # ---------------------------------------------------------------------------- seconds of states
@@ -1824,7 +1831,7 @@ def unit_seconds(est, plan, matrices, trained_shares):
         for matrix, trained_share in zip(matrices, trained_shares):
             share = 1.0 if row.stream == "param_gather" else trained_share
             if share:
-                taken += share * est.collective(row.op, size * math.prod(matrix), mesh)
+                taken += share * est.collective_seconds(row.op, size * math.prod(matrix), mesh)
         if row.in_last:
             seconds[UnitSeconds._fields.index(row.stream)] += taken
         if row.in_earlier and row.stream == "grad_scatter":
@@ -1908,7 +1915,7 @@ def exposed_seconds(est, plan, compute, traffic, last_matrix=math.inf):
     slow_compute, slow_communication = slowdowns
     compute_inside = compute_across = compute  # the computation that hides each network's traffic
     gathers = traffic["param_gather"]
-    if gathers and plan.recompute == "none":
+    if gathers and not plan.in_chunks:
         hides_half_of_gathers = gathers / 2 * slow_communication / slow_compute
         usable = min(compute, last_matrix + hides_half_of_gathers)
         if "param_gather" in crosses_nodes:
@@ -2069,8 +2076,8 @@ def local_seconds(est, plan):
     optimizer = OPTIMIZERS[plan.optimizer]
     bytes_per_param = update_bytes(plan.dtype, optimizer, plan.os_place, plan.grad_bytes)
     updated = imbalance(plan) * params * bytes_per_param / f.os
-    update = updated / est.profile.optimizer + est.moved(moved_bytes(NORM, nbytes))
-    return est.moved(sums), est.moved(casts), update
+    update = updated / est.profile.optimizer + est.elementwise_seconds(moved_bytes(NORM, nbytes))
+    return est.elementwise_seconds(sums), est.elementwise_seconds(casts), update
 
 
 # ---------------------------------------------------------------------------- seconds of a step
@@ -2221,12 +2228,12 @@ def step_seconds(est: Estimator, plan: Plan, states: bool = True) -> dict[str, f
         two_stages = (1, 2) if plan.ranks > plan.per_node else (2, 1)
         if plan.pp > 1:
             # a message takes as long as an all-gather of two GPUs, which each send one half
-            message = est.collective("all_gather", 2 * message_bytes(plan), two_stages)
+            message = est.collective_seconds("all_gather", 2 * message_bytes(plan), two_stages)
             seconds["stage messages"] = exposed_messages(plan) * message
         if plan.pp > 1 and plan.model.tied and plan.counts.trains_head:
             # at the end of a step, the owners in the first and in the last stage sum its gradients
             owned = math.prod(plan.vocab_matrix) / plan.parts_of_matrix
-            seconds["tied gradients"] = est.collective(
+            seconds["tied gradients"] = est.collective_seconds(
                 "all_reduce", plan.grad_bytes * owned, two_stages
             )
         seconds |= traffic_seconds(

@@ -1289,7 +1289,7 @@ def preference(plan):
         astuple(plan.factors),
         plan.keeps_casts,
         plan.chunks,
-        plan.recompute == "auto",  # whole layers launch fewer kernels than chunks
+        plan.in_chunks,  # whole layers launch fewer kernels than chunks
     )
 
 
@@ -1457,7 +1457,7 @@ class Search:
         well price whole layers and choose them. Then it would run another plan than is printed.
         """
         best, *_ = best_per_parallelism(sorted(self.fitting, key=token_s))
-        if best.recompute == "none" or best.chunks > 1:
+        if not best.in_chunks or best.chunks > 1:
             return
         for mode in activation_modes(self.c, best):
             if mode["recompute"] == "none":
@@ -1517,7 +1517,7 @@ def with_room(c, case, plans, hardware):
     that layers can save. This takes much less time than `fit`. case: what best_case returned for
     the shape of these plans."""
     activations = case.memory["activations"]
-    if case.recompute == "auto" and c.recompute == "auto":
+    if case.in_chunks and c.recompute == "auto":
         n, layer = case.reached_layers, skeletal_bytes(case)
         candidates = activation_candidates(n, layer, c.resident_layers, bool(c.alpha))
         needed = case.passes_in_flight * candidates.gpu_bytes.min()
@@ -1723,7 +1723,7 @@ def possible_resident_states(c, plan, hardware):
     # the bytes of each activation plan that may be chosen
     keeping_least = with_bytes(with_inputs_only(plan))
     gpu, host = np.array([keeping_least.memory["activations"]]), np.zeros(1)
-    if plan.recompute == "auto" and c.recompute == "auto":
+    if plan.in_chunks and c.recompute == "auto":
         candidates = activation_candidates(
             plan.reached_layers, skeletal_bytes(plan), c.resident_layers, bool(c.alpha)
         )
@@ -1788,7 +1788,7 @@ def fit_activations(c, plan, hardware):
 
 def with_inputs_only(plan):
     """Return the plan with layers that keep only their inputs, unless they run whole."""
-    if plan.recompute != "auto":
+    if not plan.in_chunks:
         return plan
     n = plan.reached_layers
     inputs_only = ActivationPlan(
@@ -1813,7 +1813,7 @@ def with_activations(c, plan, hardware, excess=0.0):
 
     plan = counted(with_inputs_only(plan))
 
-    if plan.recompute == "auto" and c.recompute == "auto":
+    if plan.in_chunks and c.recompute == "auto":
         # The activation plan is for the pass of one micro-batch through one virtual stage. At most
         # `passes` of them, in the first stage, hold activations at the same time and share the room
         passes = plan.passes_in_flight
@@ -2141,7 +2141,7 @@ def command(plan: Plan, asked) -> str:
     values |= {"overlap": ",".join(plan.overlap) or "none", "strategy": ""}
     values |= {"dtype": asked.dtype, "optimizer": asked.optimizer}  # as flags spell them
     values["resident_states"] = asked.resident_states
-    if plan.recompute == "auto":
+    if plan.in_chunks:
         values["recompute"] = asked.recompute
     if values["recompute"] != "auto":
         del values["chunk"]
