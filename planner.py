@@ -406,7 +406,7 @@ class Constraints:
         "predicted time.", 1, 2**40)
     alpha: float | None = flag(
         None, "Fraction of the activations that a swapped layer swaps, besides its input and "
-        "attention's output (Memo). auto: as planned.", 0, 1)
+        "attention's output (Memo). It is rounded to whole token chunks. auto: as planned.", 0, 1)
     resident_layers: Count = flag(
         None, "How many of the last layers copy no activations to the host. auto: as planned.", 2)
     memplan: str = flag(
@@ -600,6 +600,7 @@ def largest(holds, most):
     return least
 
 
+ALPHA_MISS = 0.02  # a plan may miss --alpha by so much without notice
 TRIED_CANDIDATES = 64  # how many candidates `may_be_best` evaluates to exclude others
 
 
@@ -789,10 +790,10 @@ def plan_activations(
         swapped = np.maximum(at_least, np.rint(alpha * chunks * swapped_layers))
     feasible = (gpu >= candidates.gpu_bytes) & (swapped <= most_chunks)
     if alpha is not None and feasible.any():
-        # a whole number of chunks is rarely exactly alpha. Take the candidates that miss it by 0.02
-        # at most; if there is none, those that miss it the least
+        # a whole number of chunks is rarely exactly alpha. Take the candidates that miss it by
+        # ALPHA_MISS at most; if there is none, those that miss it the least
         missed = np.abs(swapped / (chunks * np.maximum(1, swapped_layers)) - alpha)
-        feasible &= missed <= max(0.02, missed[feasible].min())
+        feasible &= missed <= max(ALPHA_MISS, missed[feasible].min())
 
     # ---- the candidate that loses the least time
     lost = np.where(feasible, program.lost_seconds(candidates, swapped), np.inf)
@@ -1018,10 +1019,12 @@ def batch_choices(c, plan, exhaustive=False):
             "--batch counts sequences"
         )
     if remainder:
-        nearest = max(1, min(round(batch / dp), most // dp)) * dp
+        advice = f"Nearest legal choice: --batch {max(1, min(round(batch / dp), most // dp)) * dp}"
+        if dp > most:
+            advice = f"The data has only {most} training sequences, so take a larger --sp or data"
         raise UnequalShares(
             f"--batch {batch}: {dp} data-parallel groups cannot share these sequences equally. "
-            f"Nearest legal choice: --batch {nearest}"
+            f"{advice}"
         )
 
     def why_not(size):
@@ -1037,8 +1040,10 @@ def batch_choices(c, plan, exhaustive=False):
             )
         reason = why_no_order(plan.pp, plan.pp_chunks, per_group // size)
         if reason:
-            legal_batch = round_up(batch, dp * size * plan.pp)
-            return f"with --pp-chunks {plan.pp_chunks}, {reason}. --batch {legal_batch} is legal"
+            unit = dp * size * plan.pp
+            legal_batch = min(round_up(batch, unit), most // unit * unit)
+            advice = f". --batch {legal_batch} is legal" if legal_batch else ""
+            return f"with --pp-chunks {plan.pp_chunks}, {reason}{advice}"
 
     legal = legal_choices(c, ["micro_batch"], [(size,) for size in divisors(per_group)], why_not)
     sizes = [choice["micro_batch"] for choice in legal]
@@ -1324,7 +1329,7 @@ def search(c, model, hardware):
     searcher.price_unusual(usual)
     if not searcher.fitting:
         raise nothing_fits(c, searcher.too_large, hardware)
-    searcher.price_whole_layers()
+    searcher.price_simpler()
     return sorted(searcher.fitting, key=token_s)
 
 
@@ -1449,14 +1454,19 @@ class Search:
         for _, shape, tried_shardings in sorted(tried, key=lambda row: row[0]):
             self.price_shardings(shape, self.cannot_be_fastest, tried_shardings)
 
-    def price_whole_layers(self):
-        """If the best plan runs each layer in one chunk, price it with whole layers, too.
+    def price_simpler(self):
+        """If the best plan keeps casts of weights, price it without these, too. If it runs each
+        layer in one chunk, also price it with whole layers.
 
-        The two often tie, and then `preference` takes whole layers. But a bound may have made the
-        search skip them. The printed command fixes most flags, so its own search is short and may
-        well price whole layers and choose them. Then it would run another plan than is printed.
+        Such plans often tie with the best one, and then `preference` takes them. But a bound may
+        have made the search skip them. The printed command fixes most flags, so its own search is
+        short, and may well price a simpler plan and choose it. Then it would run another plan than
+        is printed.
         """
         best, *_ = best_per_parallelism(sorted(self.fitting, key=token_s))
+        if best.keeps_casts:
+            self.price(replace(best, activations=None, keeps_casts=False))
+            best, *_ = best_per_parallelism(sorted(self.fitting, key=token_s))
         if not best.in_chunks or best.chunks > 1:
             return
         for mode in activation_modes(self.c, best):
@@ -2267,6 +2277,19 @@ def float8_gain_in_words(plan: Plan, hardware: Hardware) -> list[str]:
     return [text + "."]
 
 
+def alpha_in_words(c, plan: Plan) -> list[str]:
+    """Return a line that says so if a plan does not swap the fraction that --alpha asks for."""
+    activations = plan.activations
+    if c.alpha is None or activations is None or abs(activations.alpha - c.alpha) <= ALPHA_MISS:
+        return []
+    all_chunks = activations.chunks * activations.swapped_layers
+    return [
+        f"--alpha {c.alpha:g} became {activations.alpha:.2f}, because whole chunks of tokens are "
+        f"swapped, and the layers that swap have {all_chunks} in all. A smaller --chunk or "
+        "--resident-layers may come closer."
+    ]
+
+
 def graph_gain_in_words(c, plan: Plan) -> list[str]:
     """Return a line that says what --memplan on would give, if a plan's step could become a CUDA
     graph and its GPU waits for the host. (Steps with documents differ, so they take no graph.)"""
@@ -2370,6 +2393,7 @@ def describe(c, hardware, plans, best_plans):
         describe_choices(c, plans, best),
         "",
         describe_plans(best_plans, hardware),
+        *alpha_in_words(c, best),
         *graph_gain_in_words(c, best),
         "",
         describe_limits(c, hardware, best),
@@ -2381,7 +2405,13 @@ def describe(c, hardware, plans, best_plans):
         lines.append(
             "not in the profile, at the nearest rates: " + "; ".join(sorted(est.outside_profile))
         )
-    lines += ["", command(best, c)]
+    lines.append("")
+    if profile.device != "CPU" and c.dtype != "bf16":
+        lines.append(
+            f"No attention kernel of a GPU computes in {c.dtype}. So train.py runs this command on "
+            "CPUs only, and needs --dtype bf16 on GPUs:"
+        )
+    lines.append(command(best, c))
     return "\n".join(lines)
 
 
@@ -2443,11 +2473,16 @@ class PlannerFlags(Constraints):
 
     def kernel_of(self, profile):
         """Return the attention kernel that the flags ask for. With documents, auto is the profile's
-        best kernel that takes documents."""
-        if self.attention == "auto" and self.has_documents:
-            names = [name for name in KERNELS if KERNELS[name].documents]
+        best kernel that takes documents. Raises ValueError if the kernel takes no documents."""
+        names = [name for name in KERNELS if KERNELS[name].documents]
+        if not self.has_documents or self.attention in names:
+            return self.attention
+        if self.attention == "auto":
             return min(names, key=lambda name: name not in profile.attention)
-        return self.attention
+        raise ValueError(
+            f"--attention {self.attention} takes no documents. Choose auto or {', '.join(names)}, "
+            "or pass --document-token -1, with which attention crosses documents"
+        )
 
 
 def next_gib(nbytes):
@@ -2526,6 +2561,8 @@ def main(argv: list[str] | None = None) -> int:
     asked = replace(asked, default_tokens=default_tokens(asked.model))
     try:
         check_values(asked)
+        # a tokenizer ends documents with a token, unless --document-token says -1
+        check_documents(asked.memplan, 0 if asked.has_documents else -1)
         hardware = asked.hardware()
         plans = search(asked, asked.sizes, hardware)
         best_plans = best_per_parallelism(plans)[: asked.top]

@@ -360,11 +360,41 @@ def parse(argv: list[str] | None = None) -> dict:
     return vars(make_parser(Config, __doc__.split("\n")[0]).parse_args(argv))
 
 
+def without_contradicted(inherited: dict, given: dict) -> dict:
+    """Return the flags that a resumed run inherits, less those that contradict the command's:
+
+    the command gives                            these are auto again
+    --strategy                                   --p, --g, --os
+    --p, --g or --os                             --strategy
+    --recompute none, or full                    --alpha, --resident-layers, --chunk
+    --alpha, --resident-layers or --chunk        --recompute none, or full
+    --os-place gpu                               --resident-states
+    --resident-states                            --os-place gpu
+    """
+    by_hand = {name for name, value in given.items() if value not in (None, "", "auto")}
+    factors, chunks = ("p", "g", "os"), ("alpha", "resident_layers", "chunk")
+    dropped = set()
+    if "strategy" in by_hand:
+        dropped.update(factors)
+    if by_hand.intersection(factors):
+        dropped.add("strategy")
+    if "recompute" in by_hand:
+        dropped.update(chunks)
+    if by_hand.intersection(chunks):
+        dropped.add("recompute")
+    if given.get("os_place") == "gpu":
+        dropped.add("resident_states")
+    if "resident_states" in by_hand and inherited.get("os_place") == "gpu":
+        dropped.add("os_place")
+    return {name: value for name, value in inherited.items() if name not in dropped}
+
+
 def resumed_flags(command_flags: dict, old: dict) -> Config:
     """Return the flags of the run to resume, updated by the flags that the command gives.
 
-    If the command gives --seq but not --batch, the batch changes so that a step keeps its number of
-    tokens: half as many sequences if they are twice as long. `old` has the flags from the
+    Old flags that contradict the command's are dropped (without_contradicted). If the command gives
+    --seq but not --batch, the batch changes so that a step keeps its number of tokens: half as many
+    sequences if they are twice as long. `old` has the flags from the
     checkpoint's meta.json. Raises ValueError if they are not valid, if --init names other weights
     than those that the run began with, or if the command changes --untie.
     """
@@ -396,7 +426,7 @@ def resumed_flags(command_flags: dict, old: dict) -> Config:
             f"{asked}: --untie cannot change on resume, and the run began {began} it. Drop {asked}"
         )
 
-    flags |= command_flags
+    flags = without_contradicted(flags, command_flags) | command_flags
     flags["seq"] = flags["seq"] or old["seq"]
     if "batch" not in command_flags:
         flags["batch"] = max(1, old["batch"] * old["seq"] // flags["seq"])
@@ -985,7 +1015,9 @@ def choose_plans(
     )
 
     constraints = replace(cfg, default_tokens=planner.default_tokens(cfg.model))
-    return all_or_none(planner.plan, constraints, model, cluster), cluster
+    # only rank 0 plans. If each rank planned, two plans that tie could be ranked differently by
+    # processors that round differently
+    return on_rank_0(planner.plan, constraints, model, cluster), cluster
 
 
 def device_name(device: torch.device) -> str:
@@ -1300,6 +1332,8 @@ def print_plan(run: Run, other_plans: Sequence[costs.Plan] = ()) -> None:
         print0(planner.describe_plans([run.plan, *other_plans], run.hardware))
         for line in planner.graph_gain_in_words(run.cfg, run.plan):
             print0(line)
+    for line in planner.alpha_in_words(run.cfg, run.plan):
+        print0(line)
 
 
 WATCH_SECONDS = 0.5  # time between two looks at the host's memory

@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -65,6 +66,11 @@ REFUSED = [
     ("train.py --overlap grad_reduce,all", "all: choose a list of param_gather"),
     ("train.py --alpha 0.5 --recompute none", "--alpha and --recompute none contradict each other"),
     ("train.py --document-token 10 --memplan on", "--memplan on cannot plan steps with documents"),
+    ("planner.py --tokenizer x --memplan on", "--memplan on cannot plan steps with documents"),
+    (
+        "planner.py --document-token 2 --attention cudnn",
+        "--attention cudnn takes no documents. Choose auto or fa4, .*--document-token -1",
+    ),
     # ---- flags that this model, these ranks or this memory cannot have
     ("train.py --document-token 256", "--document-token 256: .*vocabulary ends at token 255"),
     ("train.py --micro-batch 4", "--micro-batch 4: .* 6 sequences .* --micro-batch 3, .* 6$"),
@@ -362,6 +368,31 @@ def test_an_import_is_not_a_random_start():
     """
     with raises(ValueError, match="--init hf:random: --init cannot change on resume"):
         train.resumed_flags({"init": "hf:random"}, {"init": "random"})
+
+
+@parametrize(
+    "old, given, merged",
+    [
+        ("--p 2 --g 2 --os 2", "--strategy zero1", "--strategy zero1"),
+        ("--strategy zero1", "--p 1", "--p 1"),
+        ("--strategy zero1", "--seed 3", "--strategy zero1 --seed 3"),
+        ("--alpha 0.1 --chunk 16", "--recompute full", "--recompute full"),
+        ("--alpha 0.1 --chunk 16", "--recompute auto", "--alpha 0.1 --chunk 16"),
+        ("--recompute full", "--resident-layers 3", "--resident-layers 3"),
+        ("--os-place gpu", "--resident-states 2", "--resident-states 2"),
+        ("--os-place host", "--resident-states 2", "--os-place host --resident-states 2"),
+        ("--os-place host --resident-states 2", "--os-place gpu", "--os-place gpu"),
+    ],
+)
+def test_a_resumed_run_drops_old_flags_that_contradict_new_ones(old, given, merged):
+    """On resume, a flag of the command replaces old flags that contradict it.
+
+    Catches an error that tells a user to drop a flag which the command does not have.
+    """
+    always = "--seq 64 --batch 4"
+    meta = asdict(train.Config(**train.parse(f"{always} {old}".split())))
+    flags = train.resumed_flags(train.parse(given.split()), meta)
+    assert flags == train.Config(**train.parse(f"{always} {merged}".split()))
 
 
 def test_dry_run(tmp_path, capsys):

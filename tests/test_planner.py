@@ -1244,3 +1244,37 @@ def test_leaf_flag(tmp_path):
     for text in ("0", "2.5", str(tmp_path / "none")):
         with raises(ValueError, match="must be a number of nodes per leaf, at least 1, or"):
             planner.parse_leaf(text, 2)
+
+
+def test_a_plan_says_if_it_swaps_another_fraction_than_alpha():
+    """If whole chunks cannot make up --alpha, the plan says which fraction it swaps instead.
+
+    Catches a run that swaps ten times as much as its flag says, without notice.
+    """
+    plan = costs.Plan(m.MODELS["7b"], torch.bfloat16, 1, 1, 2**16, recompute="auto", chunk=2**16)
+    one_chunk = offload.ActivationPlan(32, 1, 31, 31, 1)
+    plan = replace(plan, activations=one_chunk)
+    [line] = planner.alpha_in_words(SimpleNamespace(alpha=0.1), plan)
+    assert line.startswith("--alpha 0.1 became 1.00, ") and "have 1 in all" in line
+    for alpha in (None, 0.99, 1.0):
+        assert planner.alpha_in_words(SimpleNamespace(alpha=alpha), plan) == []
+
+
+def test_advice_about_the_batch_counts_the_data():
+    """A batch that is advised is no larger than the data.
+
+    Catches advice that the next command refuses.
+    """
+    plan = costs.Plan(m.MODELS["tiny"], torch.float32, 4, 4, 64)
+    few = train.Config(seq=64, batch=2, most_sequences=2)
+    with raises(planner.UnequalShares, match="only 2 training sequences, so take a larger --sp"):
+        list(planner.batch_choices(few, plan))
+    many = replace(few, batch=9, most_sequences=11)
+    with raises(planner.UnequalShares, match="Nearest legal choice: --batch 8"):
+        list(planner.batch_choices(many, plan))
+
+    pipeline = replace(plan, ranks=2, per_node=2, pp=2, pp_chunks=2)
+    for most, advice in ((891, "--batch 890 is legal"), (892, "--batch 892 is legal")):
+        asked = replace(few, batch=891, micro_batch=1, most_sequences=most)
+        with raises(ValueError, match=advice):
+            list(planner.batch_choices(asked, pipeline))
