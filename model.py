@@ -340,6 +340,7 @@ class LLaMA(nn.Module):
     # import leaves them at their first values. An export has no tensors for them: export_weight
     # can merge them into other weights
     own_weights: tuple[str, ...] = ()
+    angle_dtype = torch.float64  # of rotary angles (rope_tables)
     # positions of the tokens of q, k, v on this rank -> positions of the tokens of x
     select_tp_tokens = staticmethod(identity)
 
@@ -480,7 +481,8 @@ class LLaMA(nn.Module):
 
         layer_runner(model, positions, attention) returns run_layer(i, x) -> y: see `run_blocks`.
         """
-        cos, sin = rope_tables(self.cfg, positions, accumulation_dtype(x.dtype))
+        dtype = accumulation_dtype(x.dtype)
+        cos, sin = rope_tables(self.cfg, positions, dtype, self.angle_dtype)
         token_positions = Positions(cos, sin, positions, self.select_tp_tokens(positions))
         attention = self.attention
         if documents is not None:
@@ -643,14 +645,19 @@ def yarn_frequencies(cfg: ModelConfig, freq: Tensor) -> tuple[Tensor, float]:
     return freq * (1 - divide) + freq / factor * divide, attention_factor
 
 
-def rope_tables(cfg: ModelConfig, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def rope_tables(
+    cfg: ModelConfig,
+    positions: Tensor,
+    dtype: torch.dtype,
+    angle_dtype: torch.dtype = torch.float64,
+) -> tuple[Tensor, Tensor]:
     """Return cos and sin (..., D/2) of the angles at integer positions, (T,) or (B, T).
 
     Angles are computed in float64: between positions 2^19 and 2^20, float32 angles would be
     multiples of 1/16 radian.
     """
     freq, factor = rope_frequencies(cfg, positions.device)
-    angle = positions.double().unsqueeze(-1) * freq
+    angle = positions.to(angle_dtype).unsqueeze(-1) * freq.to(angle_dtype)
     cos = angle.cos() * factor
     sin = angle.sin() * factor
     return cos.to(dtype), sin.to(dtype)

@@ -480,6 +480,44 @@ def test_an_export_proves_itself(flags, monkeypatch):
         hf.check_export(cfg, {})
 
 
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+
+
+@slow
+@parametrize(
+    "flags",
+    [
+        {"max_positions": 2**21},
+        {"max_positions": 2**20, "layers": 16, "rope_theta": 5e5, "rope_scaling": LLAMA3},
+        {"max_positions": 2**17, "rope_scaling": YARN | {"factor": 256.0}},
+    ],
+)
+def test_an_export_of_a_long_context_proves_itself(flags, monkeypatch):
+    """Rotary angles in float32, which transformers has, are no reason to refuse an export.
+
+    A wrong scaling at far positions still is. Catches a run of 128K tokens or more that cannot
+    export, and a far position that transformers would rotate by another angle.
+    """
+    cfg = replace(model.MODELS["tiny"], **flags)
+    hf.check_export(cfg, {})
+
+    frequencies = model.rope_frequencies
+
+    def a_little_faster(cfg, device=None):
+        freq, factor = frequencies(cfg, device)
+        return freq * (1 + 1e-5), factor
+
+    monkeypatch.setattr(model, "rope_frequencies", a_little_faster)
+    with raises(ValueError, match="--export: transformers computes other logits"):
+        hf.check_export(cfg, {})
+
+
 def test_an_export_that_transformers_refuses_is_a_sentence():
     """If transformers refuses a fork's configuration, the export ends with one error message.
 

@@ -1107,6 +1107,30 @@ def test_hf_export_drops_files_of_another_tokenizer(tmp_path, group):
     assert not (folder / "chat_template.jinja").exists()
 
 
+def test_hf_export_takes_the_tokenizer_files_of_one_folder(tmp_path):
+    """If --tokenizer names another folder than --init, all tokenizer files come from there.
+
+    Catches the import's chat template beside a tokenizer whose template is another one.
+    """
+    folders = {
+        "import": "tokenizer.json chat_template.jinja merges.txt generation_config.json LICENSE",
+        "tokenizer": "tokenizer.json tokenizer_config.json",
+    }
+    for folder, names in folders.items():
+        (tmp_path / folder).mkdir()
+        for name in names.split():
+            (tmp_path / folder / name).write_text("{}")
+    found = hf.companion_files([tmp_path / folder for folder in folders])
+    assert {f"{file.parent.name}/{file.name}" for file in found} == {
+        "import/generation_config.json",
+        "import/LICENSE",
+        "tokenizer/tokenizer.json",
+        "tokenizer/tokenizer_config.json",
+    }
+    # a folder without a tokenizer replaces nothing
+    assert len(hf.companion_files([tmp_path / "import", tmp_path])) == 5
+
+
 @parametrize(
     "resumed_step, message",
     [
