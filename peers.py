@@ -472,6 +472,7 @@ class Fsdp2States(TorchStates):
         shard(model, reshard_after_forward=False)
 
         model.to_empty(device="cpu" if on_host else run.device)
+        torch.manual_seed(0)  # on every rank, as DTensor asks for; a step can then be repeated
         init_randomly(model)
         for block, next_block in zip(model.blocks, model.blocks[1:]):
             block.set_modules_to_forward_prefetch([next_block])
