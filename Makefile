@@ -33,7 +33,7 @@ lint: .venv/ready
 MANY_RANKS := equals_one_process or resumed_under or counted_memory or flag_by_hand or \
               test_streams or test_bench
 test: lint
-	@echo "make test takes 12 to 22 minutes on two idle cores. It runs three parts at once: each"
+	@echo "make test takes 10 to 22 minutes on two idle cores. It runs three parts at once: each"
 	@echo "line begins with its part, and ends with how much of that part is done."
 	@$(MAKE) --no-print-directory -j3 test-many-ranks test-faults test-others
 
