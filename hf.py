@@ -710,8 +710,8 @@ def check_export(cfg: ModelConfig, source: dict) -> None:
         if not error < limit:  # NaN fails, too
             raise ValueError(
                 "--export: transformers computes other logits than this model: they differ by "
-                f"{error:.2g} of their size. config.json has no key for what has changed here. Give "
-                "ModelConfig a field for it, whose default is what Llama does"
+                f"{error:.2g} of their size. config.json has no key for what has changed here. "
+                "Give ModelConfig a field for it, whose default is what Llama does"
             )
 
 

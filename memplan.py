@@ -162,11 +162,11 @@ def to_sections(rows: np.ndarray) -> np.ndarray:
 
     A step is a series of births and deaths of buffers. Cut this series wherever a birth is followed
     by a death. A piece with a birth is a section. (The last piece may consist of deaths only.) In a
-    section all deaths come first. So after its last
-    birth all of its buffers are alive at the same time, and two buffers are alive together if and
-    only if they share a section. The plan needs to know nothing else about time, and there are at
-    most n sections. The example at the top has two. A and B are born in section 0. Then A dies, and
-    C is born in section 1, so B and C share section 1:
+    section all deaths come first. So after its last birth all of its buffers are alive at the same
+    time, and two buffers are alive together if and only if they share a section. The plan needs to
+    know nothing else about time, and there are at most n sections. The example at the top has two.
+    A and B are born in section 0. Then A dies, and C is born in section 1, so B and C share section
+    1:
 
         A (0, 2), B (1, 4), C (2, 6)  ->  A (0, 1), B (0, 2), C (1, 2)"""
     start, end, size = rows.T

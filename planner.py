@@ -16,8 +16,8 @@ command or as a function:
 
 Legend:
 
-    p, g, os     shards of parameters, of gradients, of optimizer states. intra: each matrix is cut
-                 into os parts; inter: one rank owns all of it (shard.py)
+    p, g, os     shards of parameters, of gradients, of optimizer states. intra: the states of each
+                 matrix are cut into os parts; inter: one rank owns all of them (shard.py)
     sp           GPUs that share a sequence. They form one data-parallel group
     dp           data-parallel groups. Each has sequences of its own
     tp, pp       GPUs that share each layer's matrices; stages of a pipeline. A stage has pp_chunks
@@ -1021,7 +1021,9 @@ def batch_choices(c, plan, exhaustive=False):
     if remainder:
         advice = f"Nearest legal choice: --batch {max(1, min(round(batch / dp), most // dp)) * dp}"
         if dp > most:
-            advice = f"The data has only {most} training sequences, so take a larger --sp or data"
+            advice = (
+                f"The data has only {most} training sequences, so take a larger --sp or more data"
+            )
         raise UnequalShares(
             f"--batch {batch}: {dp} data-parallel groups cannot share these sequences equally. "
             f"{advice}"

@@ -360,32 +360,30 @@ def parse(argv: list[str] | None = None) -> dict:
     return vars(make_parser(Config, __doc__.split("\n")[0]).parse_args(argv))
 
 
-def without_contradicted(inherited: dict, given: dict) -> dict:
-    """Return the flags that a resumed run inherits, less those that contradict the command's:
+# The two sets of a row contradict each other. On resume, the command's flags win, and inherited
+# flags of the other set are dropped. (--os-place host contradicts nothing.)
+CONTRADICTIONS = [
+    ({"strategy"}, {"p", "g", "os"}),
+    ({"recompute"}, {"alpha", "resident_layers", "chunk"}),
+    ({"os_place"}, {"resident_states"}),
+]
 
-    the command gives                            these are auto again
-    --strategy                                   --p, --g, --os
-    --p, --g or --os                             --strategy
-    --recompute none, or full                    --alpha, --resident-layers, --chunk
-    --alpha, --resident-layers or --chunk        --recompute none, or full
-    --os-place gpu                               --resident-states
-    --resident-states                            --os-place gpu
-    """
-    by_hand = {name for name, value in given.items() if value not in (None, "", "auto")}
-    factors, chunks = ("p", "g", "os"), ("alpha", "resident_layers", "chunk")
+
+def without_contradicted(inherited: dict, given: dict) -> dict:
+    """Return the flags that a resumed run inherits, less those that contradict the flags that the
+    command gives (CONTRADICTIONS). They get their defaults again."""
+
+    def restricting(flags):
+        harmless = None, "", "auto", "host"
+        return {name for name, value in flags.items() if value not in harmless}
+
+    chosen, old = restricting(given), restricting(inherited)
     dropped = set()
-    if "strategy" in by_hand:
-        dropped.update(factors)
-    if by_hand.intersection(factors):
-        dropped.add("strategy")
-    if "recompute" in by_hand:
-        dropped.update(chunks)
-    if by_hand.intersection(chunks):
-        dropped.add("recompute")
-    if given.get("os_place") == "gpu":
-        dropped.add("resident_states")
-    if "resident_states" in by_hand and inherited.get("os_place") == "gpu":
-        dropped.add("os_place")
+    for one_side, other_side in CONTRADICTIONS:
+        if chosen & one_side:
+            dropped |= old & other_side
+        if chosen & other_side:
+            dropped |= old & one_side
     return {name: value for name, value in inherited.items() if name not in dropped}
 
 
@@ -394,9 +392,9 @@ def resumed_flags(command_flags: dict, old: dict) -> Config:
 
     Old flags that contradict the command's are dropped (without_contradicted). If the command gives
     --seq but not --batch, the batch changes so that a step keeps its number of tokens: half as many
-    sequences if they are twice as long. `old` has the flags from the
-    checkpoint's meta.json. Raises ValueError if they are not valid, if --init names other weights
-    than those that the run began with, or if the command changes --untie.
+    sequences if they are twice as long. `old` has the flags from the checkpoint's meta.json. Raises
+    ValueError if they are not valid, if --init names other weights than those that the run began
+    with, or if the command changes --untie.
     """
     flags = {
         name: old[name] for name in flags_of(Config) if name in old and name not in NOT_INHERITED

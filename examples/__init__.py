@@ -36,8 +36,8 @@ Other changes need no example. This table says where to make them:
                                              x, self.norm1.weight)), and their sum is added to x
     latent attention (MLA)                   Block.__init__ and pre. If one matrix computes several
                                              outputs, its `parts` says the rows of each
-    a layer without rotary angles (NoPE)     Block.pre: it ends in return qkv.split(heads, dim=2) if
-                                             an attribute says so, which LLaMA.__init__ sets
+    a layer without rotary angles (NoPE)     Block.pre returns qkv.split(heads, dim=2) in layers
+                                             with an attribute that LLaMA.__init__ sets
     z-loss, label smoothing                  LLaMA.apply_head
     a head for the token after the next      LLaMA.apply_head, with labels_ahead = 2. Its Matrix is
                                              self.head.NAME, so that --pp knows the stage

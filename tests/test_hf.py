@@ -1107,6 +1107,11 @@ def test_hf_export_drops_files_of_another_tokenizer(tmp_path, group):
     assert not (folder / "chat_template.jinja").exists()
 
 
+def test_hf_layer_types_may_be_null():
+    """A config.json may say null where it could list the kinds of layers. Catches a traceback."""
+    assert hf.sliding_window({"model_type": "llama", "layer_types": None}) == 0
+
+
 def test_hf_export_takes_the_tokenizer_files_of_one_folder(tmp_path):
     """If --tokenizer names another folder than --init, all tokenizer files come from there.
 

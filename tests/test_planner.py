@@ -947,6 +947,7 @@ def test_planner_prints_plans():
     )
     text = ask(f"--model 7b --ranks 8 --cluster h200x8 {asked}")
     assert re.search(r"what binds .*: FLOP/s 8", text)
+    assert "No attention kernel of a GPU computes in fp32" in text
     command = re.search("--model 7b .*", text)[0]
     for part in "--dtype fp32", "--alpha 0.5", "--resident-layers 3", "--host-memory 3072G":
         assert part in command
@@ -1258,6 +1259,17 @@ def test_a_plan_says_if_it_swaps_another_fraction_than_alpha():
     assert line.startswith("--alpha 0.1 became 1.00, ") and "have 1 in all" in line
     for alpha in (None, 0.99, 1.0):
         assert planner.alpha_in_words(SimpleNamespace(alpha=alpha), plan) == []
+
+
+def test_casts_are_not_kept_if_nothing_is_gained():
+    """Of two plans that tie, the one that keeps no float8 casts is chosen.
+
+    Catches a plan that its own printed command does not choose: no flag keeps casts.
+    """
+    flags = {"model": "1b", "ranks": 12, "seq": 2**13, "cluster": "h200x2", "products": "fp8"}
+    asked = planner.PlannerFlags(**flags, os=2, head_groups=2)
+    best, *_ = planner.plan(asked, asked.sizes, asked.hardware())
+    assert not best.keeps_casts and best.in_float8
 
 
 def test_advice_about_the_batch_counts_the_data():
