@@ -1141,7 +1141,7 @@ def profile_tables(seqs: list[str], data_parallel_step: str) -> dict[str, Table]
                 Row("ours all",                     "--strategy zero3"),
             ],
             flags=data_parallel_step,
-            takes="rows model",
+            takes="rows model seq",
             look=profiled,
             min_ranks=2,
         ),
