@@ -474,6 +474,24 @@ def check_holds(
         )
 
 
+def check_holds_no_more(saved: Checkpoint, weights: set[str]) -> None:
+    """Raise ValueError if a checkpoint has a weight that is not among the model's. A resumed run
+    would train without it, and its next checkpoints would not have it."""
+    more = sorted({weight_of(name) for name in open_parts(saved)} - weights)
+    if more:
+        dots = ", ..." if len(more) > 4 else ""
+        raise ValueError(
+            f"--resume: {saved.folder} also holds {', '.join(more[:4])}{dots}, which this model "
+            "does not have. Resume with the files of the project that trained it"
+        )
+
+
+def weight_of(state: str) -> str:
+    """Return the name of a state's weight. Example: blocks.0.qkv for master.blocks.0.qkv. A state
+    of the whole run, such as "updates", gives ""."""
+    return state.partition(".")[2]
+
+
 def fill(values: Tensor, parts: list[SavedPart], first: int) -> None:
     """Set values (n,) to the elements [first, first + n) of a flat tensor, which is saved in
     parts."""
@@ -555,8 +573,13 @@ def is_finite(values: Tensor) -> bool:
 def load_checkpoint(states: States, saved: Checkpoint) -> None:
     """Read the model states from a checkpoint that choose_checkpoint has checked. It may come from
     a run with other factors and another number of ranks. A collective of all ranks. Raises
-    ConfigError on all ranks if one of them cannot read its parts."""
-    all_or_none(read_states, saved, states.state_parts())
+    ConfigError on all ranks if one of them cannot read its parts, or if the checkpoint has more
+    weights than the model."""
+    parts = states.state_parts()
+    # a pipeline stage has only some of the model's weights
+    of_ranks = gather_objects([weight_of(name) for name in parts])
+    all_or_none(check_holds_no_more, saved, set(itertools.chain(*of_ranks)))
+    all_or_none(read_states, saved, parts)
     states.restore_weights()
 
 
@@ -616,11 +639,18 @@ class Saver:
 
     def begin(self, meta: dict) -> None:
         """Begin to save the states of step meta["step"]. meta: what a resumed run must know, as
-        JSON. A collective of all ranks."""
+        JSON. A collective of all ranks.
+
+        Nothing is written if another run has locked OUT meanwhile (check_owner)."""
         self.finish()
         self.began = time.perf_counter()
         self.meta = meta
         self.folder = self.out / f"step-{meta['step']:08d}.tmp"
+        try:
+            on_rank_0(check_owner, self.out, group=self.group)
+        except ConfigError as e:
+            self.failed = self.failure(e)
+            return
         parts = self.states.state_parts()
         if self.room is not None:  # a copy to page-locked memory runs at the full speed of PCIe
             copied = {}
@@ -655,14 +685,23 @@ class Saver:
         except ConfigError as e:
             ignore_errors = True
             on_rank_0(shutil.rmtree, self.folder, ignore_errors, group=self.group)
-            self.failed = f"step {self.meta['step']} was not saved: {self.folder}: {e}"
-            print0(self.failed)
+            self.failed = self.failure(e)
         self.job = None
 
+    def failure(self, e: ConfigError) -> str:
+        """Print and return why this save failed, as a sentence."""
+        text = f"step {self.meta['step']} was not saved: {self.folder}: {e}"
+        print0(text)
+        return text
+
     def complete(self, files_of_ranks: list[dict[str, list[int]]]) -> None:
-        """Write meta.json, rename the folder, and delete all but the newest `keep` checkpoints.
+        """Write meta.json, rename the folder, and delete older checkpoints, so that `keep` stay. A
+        checkpoint of a later step, which only another run can have written, is not deleted and not
+        counted.
+
         Runs on rank 0, once the files of all ranks are written. files_of_ranks: what write_states
         has returned on each rank."""
+        check_owner(self.out)  # the files may have taken minutes
         files = {}
         for files_of_rank in files_of_ranks:
             files |= files_of_rank
@@ -671,9 +710,10 @@ class Saver:
         final = self.folder.with_suffix("")
         self.folder.rename(final)
         sync(self.out)
-        print(f"saved {final}")
-        for old in steps_of(self.out)[: -self.keep]:
+        older = [folder for folder in steps_of(self.out) if folder < final]
+        for old in older[: max(0, len(older) + 1 - self.keep)]:
             shutil.rmtree(old, ignore_errors=True)
+        print0(f"saved {final}")
 
 
 # ---------------------------------------------------------------------------- a run's folder
@@ -696,7 +736,13 @@ def find_checkpoint(out: Path, resume: str, passed_over: Sequence[Path] = ()) ->
     if resume == "never":
         return None
     if resume not in ("auto", "latest"):
-        return open_checkpoint(Path(resume))
+        folder = Path(resume)
+        if steps_of(folder) and not (folder / "meta.json").exists():
+            raise ValueError(
+                f"--resume {resume}: this is the folder of a run. Name one of its checkpoints; the "
+                f"newest is {steps_of(folder)[-1]}"
+            )
+        return open_checkpoint(folder)
     # steps_of would find no checkpoints in a folder that this user may not read
     if out.exists() and not os.access(out, os.R_OK | os.X_OK):
         raise may_not_read(out)
@@ -706,7 +752,7 @@ def find_checkpoint(out: Path, resume: str, passed_over: Sequence[Path] = ()) ->
         try:
             return open_checkpoint(folder)
         except ValueError as e:
-            print(f"passed over: {e}")
+            print0(f"passed over: {e}")
     if resume == "latest":
         raise ValueError(f"--resume {resume}: there is no checkpoint in {out}")
     return None
@@ -765,7 +811,7 @@ def choose_in_one_process(folder: Path) -> Checkpoint:
         damage = find_damage(saved)
         if not damage:
             return saved
-        print(f"passed over: {damage}")
+        print0(f"passed over: {damage}")
         passed_over.append(saved.folder)
 
 
@@ -807,7 +853,10 @@ def prepare_out(out: Path, resumed: Checkpoint | None, trains: bool) -> None:
             shutil.rmtree(unfinished)
 
     last_step = -1  # only checkpoints and log rows up to this step stay
-    if resumed and resumed.folder.resolve().parent.samefile(out):
+    # OUT/step-N may be a link to a folder elsewhere, and a link elsewhere may lead to OUT/step-N
+    if resumed and any(
+        folder.parent.samefile(out) for folder in (resumed.folder, resumed.folder.resolve())
+    ):
         last_step = resumed.meta["step"] if trains else math.inf
     later = [
         folder for folder in steps_of(out) if int(folder.name.removeprefix("step-")) > last_step
@@ -825,7 +874,7 @@ def prepare_out(out: Path, resumed: Checkpoint | None, trains: bool) -> None:
         aside.mkdir()
         for path in later:
             path.rename(aside / path.name)
-        print(f"moved {', '.join(path.name for path in later)} to {aside}")
+        print0(f"moved {', '.join(path.name for path in later)} to {aside}")
 
     log = out / "log.jsonl"
     if log.exists():
@@ -843,7 +892,7 @@ def read_log(log: Path) -> list[dict]:
             row["step"] + 0  # raises unless it is a number
             rows.append(row)
         except Exception:  # a crash may leave any bytes
-            print(f"{log}: dropped a line that is no step's row: {line[:60]}")
+            print0(f"{log}: dropped a line that is no step's row: {line[:60]}")
     return rows
 
 
@@ -865,15 +914,30 @@ def locked(out: Path):
                 "folder"
             ) from None
         except OSError as e:
-            print(f"--out {out}: a second run that writes here would not be noticed: {e}")
+            print0(f"--out {out}: a second run that writes here would not be noticed: {e}")
         file.truncate(0)
-        print(
-            f"host {os.uname().nodename}, process {os.getpid()}, since {time.ctime()}",
-            file=file,
-            flush=True,
-        )
+        print(f"{this_process()}, since {time.ctime()}", file=file, flush=True)
         os.fsync(file.fileno())  # other nodes read it (check_shared)
         yield
+
+
+def this_process() -> str:
+    """Return the words that name this process in the lock of OUT."""
+    return f"host {os.uname().nodename}, process {os.getpid()}"
+
+
+def check_owner(out: Path) -> None:
+    """Raise ValueError if the lock of OUT names another process than this one, rank 0 of the run.
+
+    If somebody renames or deletes the folder of a run, and starts another run under its name, then
+    each of the two has locked a file of its own, and both would write here."""
+    lock = out / "lock"
+    owner = regular(lock).read_text().strip() if lock.exists() else ""
+    if owner and not owner.startswith(f"{this_process()}, "):
+        raise ValueError(
+            f"another run writes to {out} now ({owner}): the folder that this run had locked was "
+            "renamed or deleted"
+        )
 
 
 def check_shared(out: Path) -> None:

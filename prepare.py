@@ -1535,8 +1535,9 @@ def write(settings: Settings, out: Path, workers: int) -> Progress:
     Errors, and what becomes of OUT.partial:
 
         ValueError   the content of an input is wrong, or a source has changed: it is removed
-        ValueError   OUT exists, another command writes OUT now, OUT.partial belongs to another
-                     command, or its content does not have the checksum in progress.json: it stays
+        ValueError   OUT exists, or only its sidecar or mask; another command writes OUT now;
+                     OUT.partial belongs to another command, or its content does not have the
+                     checksum in progress.json: it stays
         OSError      a file cannot be read or written: it stays, and the same command can continue
     """
     paths = outputs_of(out)
@@ -1548,6 +1549,14 @@ def write(settings: Settings, out: Path, workers: int) -> Progress:
             f"--out {out} exists already, and nothing is overwritten. Remove it, or name another "
             "file"
         )
+    # The command that wrote OUT.partial may already have written the sidecar and the mask
+    if not (paths["partial"] / "progress.json").exists():
+        for name in ("sidecar", "mask") if settings.chat else ("sidecar",):
+            if paths[name].exists():  # it may belong to a .bin file that was renamed
+                raise ValueError(
+                    f"--out {out}: {paths[name]} exists already, and nothing is overwritten. "
+                    "Remove it, or name another --out"
+                )
     paths["partial"].mkdir(parents=True, exist_ok=True)
     with contextlib.ExitStack() as stack:
         lock = stack.enter_context(open(own_or_absent(paths["partial"] / "lock"), "a"))

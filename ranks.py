@@ -29,6 +29,7 @@ script for several nodes in docs/runs.md avoids such a store: TORCH_DISABLE_SHAR
 """
 
 import contextlib
+import errno
 import itertools
 import os
 import signal
@@ -217,7 +218,7 @@ class StopSignal:
                 continue
             rank = f"rank {os.environ['RANK']}: " if "RANK" in os.environ else ""
             text = f"stopped by {name} before the first step, so there is nothing to save"
-            print(f"{rank}{text}", file=sys.stderr, flush=True)
+            print_error(f"{rank}{text}")
             timer = threading.Timer(EXIT_SECONDS, self.exit)
             timer.daemon = True
             timer.start()
@@ -386,9 +387,19 @@ def print0(*text) -> None:
     if not dist.is_initialized() or dist.get_rank() == 0:
         try:
             print(*text, flush=True)
-        except BrokenPipeError:  # for example, Ctrl-C has ended the `tee` that reads the output
-            # the run goes on without output, because it still has to save
-            sys.stdout = open(os.devnull, "w")
+        except OSError as e:
+            # The run goes on without this line, because it still has to save. A full disk may have
+            # room for later lines. Otherwise the reader is gone: Ctrl-C has ended the `tee`
+            # (EPIPE), or the terminal was closed (EIO)
+            full = e.errno in (errno.ENOSPC, errno.EDQUOT)
+            # in both cases a new file, which does not hold the line that failed
+            sys.stdout = open(sys.stdout.fileno() if full else os.devnull, "w", closefd=not full)
+
+
+def print_error(text: str) -> None:
+    """Print a line to stderr, on any rank. If nobody can read stderr, the process goes on."""
+    with contextlib.suppress(OSError):
+        print(text, file=sys.stderr, flush=True)
 
 
 def gather_objects(value, group: Group = None) -> list:
@@ -554,11 +565,7 @@ class HeartbeatThread(threading.Thread):
         """Print the reason and end this process, unless the `with` block has ended."""
         if self.finished.is_set():
             return
-        print(
-            f"rank {self.rank}: {reason}; this run ends. {self.advice}",
-            file=sys.stderr,
-            flush=True,
-        )
+        print_error(f"rank {self.rank}: {reason}; this run ends. {self.advice}")
         # the store may run in this process, and the remaining ranks still need to read it to find
         # the silent rank
         time.sleep(2 * BEAT_S)

@@ -164,6 +164,7 @@ from ranks import (
     on_rank_0,
     patient_group,
     print0,
+    print_error,
     process_seconds,
     set_timeout,
     start_ranks,
@@ -401,6 +402,8 @@ def resumed_flags(command_flags: dict, old: dict) -> Config:
     }
     try:
         Config(**flags)
+        if "init" not in flags:
+            raise ValueError("init is missing")
     except Exception as e:  # a file may hold anything
         raise ValueError(
             f"--resume: the flags in the checkpoint's meta.json are invalid: {e}"
@@ -1368,13 +1371,11 @@ def host_memory_watch(plan: costs.Plan) -> Iterator[None]:
             of_others = max(0, limit - left - per_node * taken)
             beyond_plan = max(0, taken - plan.host_bytes)
             smaller = limit * 7 / 8 - of_others - per_node * beyond_plan
-            print(
+            print_error(
                 f"WARNING: of {in_unit(limit)} of host memory on {os.uname().nodename} ({name}) "
                 f"only {in_unit(left)} are left, and Linux may kill this run now. A rank's plan "
                 f"takes {in_unit(plan.host_bytes)}, and the process of rank {rank} takes "
-                f"{in_unit(taken)}. {host_memory_advice(smaller)}",
-                file=sys.stderr,
-                flush=True,
+                f"{in_unit(taken)}. {host_memory_advice(smaller)}"
             )
             return
 
@@ -1611,6 +1612,13 @@ def print_changes(run: Run) -> None:
         for name, value in run.meta["config"].items()
         if name not in NOT_INHERITED and old.get(name) != value
     ]
+    # "the data" in config has names and numbers of tokens, but not the tokens themselves
+    known = run.resumed.meta["trained_to"]
+    new = [s.corpus for s in run.training.sources if s.corpus.content not in known]
+    if new:
+        names = ", ".join(corpus.files[0].path.name for corpus in new)
+        begin = "" if run.start_samples else ", so the order of samples begins anew"
+        changes.append(f"the tokens of {names} are new to this run{begin}")
     print0(
         f"resumed {run.resumed.folder} at step {run.start_step}; changed:",
         ", ".join(changes) or "nothing",
@@ -2176,7 +2184,7 @@ def start_progress_thread(run: Run, states: States) -> Progress:
             phase_step = step
             seconds = time.perf_counter() - since
             if step and phase and seconds > PROGRESS_SECONDS:
-                print(f"step {step}: {phase}, {seconds:.0f} s so far", flush=True)
+                print0(f"step {step}: {phase}, {seconds:.0f} s so far")
 
     if run.rank == 0:
         threading.Thread(target=report, daemon=True).start()
@@ -2296,7 +2304,7 @@ def log_row(log: TextIO, row: dict, *parts: str) -> None:
     try:
         print(line, file=log, flush=True)
     except OSError as e:  # the disk is full. Python tries to write this row again with the next one
-        print(f"log.jsonl cannot be written: {e.strerror}")
+        print0(f"log.jsonl cannot be written: {e.strerror}")
 
 
 def close_log(run: Run, log: TextIO, draw: bool) -> bool:
@@ -2308,7 +2316,7 @@ def close_log(run: Run, log: TextIO, draw: bool) -> bool:
             draw_losses(Path(log.name))
             return True
     except Exception as e:  # log.jsonl may hold anything, and a picture must not end a run
-        print(f"log.jsonl or loss.png could not be written: {e!r}")
+        print0(f"log.jsonl or loss.png could not be written: {e!r}")
     return False
 
 

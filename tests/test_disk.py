@@ -277,7 +277,8 @@ def test_resume_says_what_has_changed(tmp_path, capsys):
     text = capsys.readouterr().out
     for sentence in (
         "changed: steps 2 -> 3, the data {'files': 1, ",
-        f", threads 7 -> {torch.get_num_threads()}\n",
+        f", threads 7 -> {torch.get_num_threads()}, the tokens of a.txt are new to this run, so the "
+        "order of samples begins anew\n",
         "log.jsonl: dropped a line that is no step's row: b'{\"step\": 3, \"lo'",
     ):
         assert sentence in text
@@ -285,6 +286,36 @@ def test_resume_says_what_has_changed(tmp_path, capsys):
     main(f"{flags} 3 --resume")
     text = capsys.readouterr().out
     assert "Nothing was trained, because the run had reached --steps 3. To train on, pass" in text
+    words.write_bytes(bytes(range(98, 124)) * 190)  # as many tokens in a file of the same name
+    main(f"{flags} 4 --resume")
+    text = capsys.readouterr().out
+    assert "changed: steps 3 -> 4, the tokens of a.txt are new to this run, so the order" in text
+
+
+def test_weights_that_the_model_lacks_are_not_dropped(tmp_path, monkeypatch):
+    """A checkpoint with more weights than the model is refused, and they are named.
+
+    Catches a run of the unedited project that resumes a fork's, trains another function, and saves
+    it without the fork's weights.
+    """
+
+    class BlockWithNorm(m.Block):
+        def __init__(self, cfg):
+            super().__init__(cfg)
+            self.last_norm = shard.Vector(cfg.dim, "norm")
+
+        def post(self, x, o, positions):
+            y = super().post(x, o, positions)
+            return m.rms_norm(y, self.last_norm.weight, self.cfg.norm_eps)
+
+    with monkeypatch.context() as fork:
+        fork.setattr(m, "Block", BlockWithNorm)
+        main(f"--steps 1 --out {tmp_path}")
+    for resume in ("latest", tmp_path / "step-00000001"):
+        with raises(ValueError, match="also holds blocks.0.last_norm.*, which this model does not"):
+            main(f"--steps 2 --resume {resume} --out {tmp_path}")
+        dist.destroy_process_group()
+    assert saved_steps(tmp_path) == [1]
 
 
 @parametrize("flags", ["", "--save-async"])
@@ -443,6 +474,55 @@ def test_saving_that_cannot_begin_moves_nothing(tmp_path):
         main(f"--steps 1 --save-async --host-memory 1K --out {tmp_path}")
     dist.destroy_process_group()
     assert {*tmp_path.iterdir()} == before
+
+
+def test_run_whose_folder_was_renamed_saves_no_more(tmp_path, capsys):
+    """If another run begins in a new folder of the same name, the old run says so, and writes
+    nothing there.
+
+    Catches two runs whose checkpoints are in one folder, and one that deletes the other's.
+    """
+    out, theirs = tmp_path / "o", tmp_path / "o" / "step-00000001"
+
+    def replace_folder():
+        if not (tmp_path / "moved").exists():  # a save opens several files
+            out.rename(tmp_path / "moved")
+            theirs.mkdir(parents=True)
+            (out / "lock").write_text("host far, process 1, since today\n")
+
+    on_file_event(f"{out}/step-00000004.tmp/rank", replace_folder)
+    with raises(SystemExit, match="step 6 was not saved: .* another run writes to .* \\(host far"):
+        main(f"--save-every 2 --keep 1 --out {out}")
+    assert "step 4 was not saved" in capsys.readouterr().out
+    assert sorted(path.name for path in out.iterdir()) == ["lock", "step-00000001"]
+    assert saved_steps(tmp_path / "moved") == [2]
+
+
+def test_later_checkpoints_of_another_run_stay(tmp_path):
+    """A run deletes only older checkpoints, also if those of later steps appear in its folder.
+
+    Catches a run that deletes the checkpoint that it has just saved.
+    """
+    on_file_event(f"{tmp_path}/step-00000002.tmp/rank", (tmp_path / "step-00000009").mkdir)
+    main(f"--steps 4 --save-every 2 --keep 1 --out {tmp_path}")
+    assert saved_steps(tmp_path) == [4, 9]
+
+
+def test_checkpoint_that_is_a_link_belongs_to_its_folder(tmp_path, capsys):
+    """A run continues a checkpoint of its folder that was moved, with a link in its place.
+
+    Catches a run that moves its own log aside. A run's folder in place of a checkpoint is refused,
+    and the error names the newest checkpoint.
+    """
+    out, step = tmp_path / "o", tmp_path / "o" / "step-00000002"
+    main(f"--steps 2 --out {out}")
+    step.rename(tmp_path / "elsewhere")
+    step.symlink_to(tmp_path / "elsewhere")
+    main(f"--steps 3 --resume --out {out}")
+    assert "moved" not in capsys.readouterr().out and len(read_log(out)) == 3
+    with raises(ValueError, match="this is the folder of a run.*the newest is .*step-00000003"):
+        main(f"--steps 4 --resume {out} --out {out}")
+    dist.destroy_process_group()
 
 
 def test_one_run_writes_to_a_folder(tmp_path, monkeypatch, capsys):

@@ -1,12 +1,15 @@
 """Show what happens at signals, lost ranks and nodes, restarts, and faults of a single rank."""
 
+import contextlib
 import multiprocessing
 import os
+import pty
 import re
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,7 +22,7 @@ from torch.distributed.elastic.utils.distributed import get_free_port
 import model as m
 import train
 from helpers import on_file_event, saved_steps, uninterrupted_losses
-from ranks import STOP_SIGNALS, StopSignal, stop_signals
+from ranks import STOP_SIGNALS, HeartbeatThread, StopSignal, stop_signals
 from test_all import (
     QUICK_FLAGS,
     ROOT,
@@ -116,6 +119,57 @@ def test_each_signal_ends_the_step_that_runs(number, tmp_path, monkeypatch, caps
     assert saved_steps(tmp_path) == [3] and text.count("saved ") == 1
     assert len(rows) == 3 and not any("val_loss" in row for row in rows)
     assert not (tmp_path / "loss.png").exists()
+
+
+@slow
+def test_closed_terminal_ends_a_run_with_a_save(tmp_path):
+    """If the terminal is closed, the run saves and ends with status 0, although it cannot print.
+
+    Catches an error of print that ends the run before the save.
+    """
+    pid, terminal = pty.fork()
+    if pid == 0:  # in the child, whose terminal this is
+        os.chdir(ROOT)
+        command = f"{sys.executable} train.py {QUICK_FLAGS} --steps 1000000 --out {tmp_path}"
+        os.execv(sys.executable, command.split())
+    text = ""
+    while "step 3/" not in text:
+        text += os.read(terminal, 1000).decode()
+    os.close(terminal)
+    _, status = os.waitpid(pid, 0)
+    assert os.waitstatus_to_exitcode(status) == 0
+    assert saved_steps(tmp_path) == [len(read_log(tmp_path))]
+
+
+@slow
+def test_output_on_a_full_disk_ends_no_run(tmp_path):
+    """A run whose output cannot be written, because its disk is full, trains and saves.
+
+    Catches an error of print that ends the run, or its last status.
+    """
+    command = f"{sys.executable} train.py {QUICK_FLAGS} --steps 3 --out {tmp_path}"
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(command.split(), stdout=full, cwd=ROOT, timeout=RUN_SECONDS)
+    assert done.returncode == 0 and saved_steps(tmp_path) == [3] and len(losses(tmp_path)) == 3
+
+
+def test_heartbeat_ends_a_process_without_stderr(monkeypatch):
+    """A process that must end because another rank is silent ends, also if it cannot say so.
+
+    Catches a rank that waits for the lost one because stderr is on a full disk.
+    """
+    ended = []
+    monkeypatch.setattr(os, "_exit", ended.append)
+    monkeypatch.setattr(time, "sleep", lambda seconds: None)
+    thread = object.__new__(HeartbeatThread)
+    thread.rank, thread.advice, thread.finished = 0, "", threading.Event()
+    with open("/dev/full", "w") as full:
+        monkeypatch.setattr(sys, "stderr", full)
+        thread.end_process("rank 1 is silent")
+        monkeypatch.undo()
+        with contextlib.suppress(OSError):
+            full.close()
+    assert ended == [1]
 
 
 def test_ignored_signals_stay_ignored(tmp_path, monkeypatch):

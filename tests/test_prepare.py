@@ -1041,6 +1041,28 @@ def test_prepare_goes_on_only_with_its_own_files(tmp_path, capsys, monkeypatch):
     assert np.fromfile(out, "<u2").tolist() == [HI, END]
 
 
+@parametrize("flags, name", [("", "a.bin.json"), ("--chat", "a.bin.json"), ("--chat", "a.mask")])
+def test_prepare_overwrites_no_file_of_another(flags, name, tmp_path, capsys):
+    """A sidecar or a mask that lies beside OUT already is not replaced. Without --chat no mask is
+    written, so a mask does not matter.
+
+    Catches a .bin file that was renamed, and whose labels are then chosen by another file's mask.
+    """
+    tokenizer = word_tokenizer(tmp_path / "tok")
+    record = conversation(("user", "hi"), ("assistant", "oh")) | {"text": "hi"}
+    (tmp_path / "a.jsonl").write_text(lines(record))
+    args = tmp_path / "a.jsonl", tokenizer, tmp_path / "a.bin"
+    (tmp_path / name).write_text("of another file")
+    before = sorted(tmp_path.iterdir())
+    said = refusal(*args, capsys, flags)
+    assert f"{name} exists already, and nothing is overwritten. Remove it, or name another" in said
+    assert (tmp_path / name).read_text() == "of another file"
+    assert sorted(tmp_path.iterdir()) == before
+    if name == "a.mask":
+        assert prepared(*args) == [HI, END]
+        assert (tmp_path / name).read_text() == "of another file"
+
+
 def test_prepare_killed_after_the_last_rename(tmp_path, capsys, monkeypatch):
     """A command that was killed at its very end leaves OUT.partial beside OUT. If OUT is then
     removed, the repeated command ends with an error, and does not create OUT.
