@@ -2028,24 +2028,29 @@ def traffic_seconds(est, plan, forward, backward, last_matrix):
 #     kept          the part that the rank keeps, 1/g
 #     sent          a copy of `kept` in the dtype in which gradients travel
 #     owned         the part with which the rank updates its parameters, 1/os
+#     summed        the sum over replicas, as it arrives: of `owned` if it is scattered over the os
+#                   ranks, else of `kept`
+#     result        the same in the dtype in which it stays
 
+SET_GRADIENTS = [elementwise("keep the first micro-batch's gradient", "sent", "kept")]
 ADD_GRADIENTS = [elementwise("add a micro-batch's gradient to the kept one", "sent kept", "kept")]
 CAST_SUM = [
     elementwise("a sum of contributions, in the dtype in which it travels", "whole_wide", "whole")
 ]
-CAST_SUMS = [
-    elementwise("a sum of micro-batches, in the dtype in which it travels", "kept", "sent"),
-    elementwise("the sum over replicas, in the dtype in which it is kept", "sent", "kept"),
+CAST_TO_SEND = [
+    elementwise("a sum of micro-batches, in the dtype in which it travels", "kept", "sent")
 ]
+COPY_RESULT = [elementwise("the sum over replicas, where it stays", "summed", "result")]
 NORM = [elementwise("norm of owned gradients", "owned", "")]
 
 
 def local_seconds(est, plan):
     """Return (sums, casts, update), the seconds of a GPU's own work on gradients and the update.
 
-    sums      per micro-batch: add its gradients to those that the GPU keeps
-    casts     per step: cast accumulated gradients to the dtype in which they travel, and back.
-              0 if no sum over replicas sends them
+    sums      per micro-batch, on average: add its gradients to those that the GPU keeps. Those of
+              the first one are only copied
+    casts     per step: cast accumulated gradients to the dtype in which they travel, and copy their
+              sum over replicas to where it stays
     update    per step: compute the norm of the gradients, and update the parameters
     """
     f, e = plan.factors, plan.dtype.itemsize
@@ -2057,10 +2062,15 @@ def local_seconds(est, plan):
         "sent": params * e / f.g,
         "owned": params * plan.grad_bytes / f.os,
     }
+    is_scattered = plan.os_layout == "intra" and f.g < f.os
+    parts = f.os if is_scattered else f.g
+    nbytes |= {"summed": params * e / parts, "result": params * plan.grad_bytes / parts}
 
     sums = casts = 0.0
     if f.g > 1:
-        sums = moved_bytes(ADD_GRADIENTS, nbytes)
+        n = plan.micro_batches
+        set_once, add = moved_bytes(SET_GRADIENTS, nbytes), moved_bytes(ADD_GRADIENTS, nbytes)
+        sums = (set_once + (n - 1) * add) / n
         if plan.chunks > 1:
             sums += moved_bytes(CAST_SUM, nbytes)
         elif plan.sums_vocab_grads:  # only a tied matrix's gradient is a sum
@@ -2070,8 +2080,12 @@ def local_seconds(est, plan):
         row.stream == "grad_reduce" and row.in_last and row.ranks > row.inner
         for row in plan.collectives
     )
-    if plan.grad_bytes != e and sums_replicas:
-        casts = moved_bytes(CAST_SUMS, nbytes)
+    if sums_replicas:
+        is_cast = plan.grad_bytes != e
+        if is_cast:
+            casts += moved_bytes(CAST_TO_SEND, nbytes)
+        if is_cast or is_scattered:  # otherwise it is summed in place
+            casts += moved_bytes(COPY_RESULT, nbytes)
 
     optimizer = OPTIMIZERS[plan.optimizer]
     bytes_per_param = update_bytes(plan.dtype, optimizer, plan.os_place, plan.grad_bytes)
