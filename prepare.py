@@ -110,6 +110,7 @@ from data import (
     own_file,
     own_or_absent,
     refuse_format,
+    regular,
     replace_file,
 )
 
@@ -1535,7 +1536,7 @@ def write(settings: Settings, out: Path, workers: int) -> Progress:
     Errors, and what becomes of OUT.partial:
 
         ValueError   the content of an input is wrong, or a source has changed: it is removed
-        ValueError   OUT exists, or only its sidecar or mask; another command writes OUT now;
+        ValueError   OUT, another sidecar or another mask exists, another command writes OUT now,
                      OUT.partial belongs to another command, or its content does not have the
                      checksum in progress.json: it stays
         OSError      a file cannot be read or written: it stays, and the same command can continue
@@ -1549,14 +1550,8 @@ def write(settings: Settings, out: Path, workers: int) -> Progress:
             f"--out {out} exists already, and nothing is overwritten. Remove it, or name another "
             "file"
         )
-    # The command that wrote OUT.partial may already have written the sidecar and the mask
     if not (paths["partial"] / "progress.json").exists():
-        for name in ("sidecar", "mask") if settings.chat else ("sidecar",):
-            if paths[name].exists():  # it may belong to a .bin file that was renamed
-                raise ValueError(
-                    f"--out {out}: {paths[name]} exists already, and nothing is overwritten. "
-                    "Remove it, or name another --out"
-                )
+        check_beside(settings, paths)
     paths["partial"].mkdir(parents=True, exist_ok=True)
     with contextlib.ExitStack() as stack:
         lock = stack.enter_context(open(own_or_absent(paths["partial"] / "lock"), "a"))
@@ -1583,6 +1578,22 @@ def write(settings: Settings, out: Path, workers: int) -> Progress:
             raise
         finish(settings, paths)
     return progress
+
+
+def check_beside(settings: Settings, paths: dict[str, Path]) -> None:
+    """Raise ValueError if a command that begins anew would replace a sidecar or a mask. They may
+    belong to a .bin file that was renamed. A sidecar with the same content may be there."""
+    found = []
+    if settings.chat and paths["mask"].exists():
+        found.append(paths["mask"])
+    sidecar = regular(paths["sidecar"])
+    if sidecar.exists() and sidecar.read_bytes() != sidecar_of(settings, paths).encode():
+        found.append(sidecar)
+    if found:
+        raise ValueError(
+            f"--out {paths['ids']}: {found[0]} exists already, and nothing is overwritten. Remove "
+            "it, or name another --out"
+        )
 
 
 def check_unchanged(sources: list[Source]) -> None:
@@ -1704,12 +1715,8 @@ def commit(settings: Settings, partial: Path, progress: Progress, files: dict) -
     replace_file(partial / "progress.json", lambda new: new.write_text(content))
 
 
-def finish(settings: Settings, paths: dict[str, Path]) -> None:
-    """Give the files their final names: the mask, then the sidecar, then the ids.
-
-    The ids come last, so OUT is always complete. If a command is killed between two files, the same
-    command continues with the next one. If it is killed after the ids, only OUT.partial is left.
-    """
+def sidecar_of(settings: Settings, paths: dict[str, Path]) -> str:
+    """Return the content of OUT.json."""
     sidecar = {
         "token_bytes": settings.dtype.itemsize,
         "document_token": settings.document_token,
@@ -1717,9 +1724,18 @@ def finish(settings: Settings, paths: dict[str, Path]) -> None:
     }
     if settings.chat:
         sidecar["mask"] = paths["mask"].name
-        if (paths["partial"] / "mask").exists():
-            os.replace(paths["partial"] / "mask", paths["mask"])
-    content = json.dumps(sidecar) + "\n"
+    return json.dumps(sidecar) + "\n"
+
+
+def finish(settings: Settings, paths: dict[str, Path]) -> None:
+    """Give the files their final names: the mask, then the sidecar, then the ids.
+
+    The ids come last, so OUT is always complete. If a command is killed between two files, the same
+    command continues with the next one. If it is killed after the ids, only OUT.partial is left.
+    """
+    if settings.chat and (paths["partial"] / "mask").exists():
+        os.replace(paths["partial"] / "mask", paths["mask"])
+    content = sidecar_of(settings, paths)
     replace_file(paths["sidecar"], lambda new: new.write_text(content))
     os.replace(paths["partial"] / "ids", paths["ids"])
     shutil.rmtree(paths["partial"])
