@@ -60,7 +60,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from checkpoint import is_finite, pack, sync, write_tensors
-from data import fresh_folder, own_file
+from data import fresh_folder, own_file, replace_file
 from model import ROPE_KEYS, ROPE_OPTIONS, LLaMA, ModelConfig, rope_kind
 from optim import round_weight
 from ranks import ConfigError, on_rank_0
@@ -740,6 +740,24 @@ def write_config(folder: Path, config) -> None:
     path.write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n")
 
 
+def raise_model_max_length(path: Path, positions: int) -> None:
+    """Let a tokenizer allow texts of as many tokens as the model has positions.
+
+    transformers cuts texts at model_max_length of tokenizer_config.json. A smaller number there was
+    for the model before it was extended. A missing file, and one that is no JSON object, stay as
+    they are.
+    """
+    try:
+        settings = json.loads(path.read_text(encoding="utf-8"))
+    except (FileNotFoundError, ValueError):
+        return
+    length = settings.get("model_max_length") if isinstance(settings, dict) else None
+    if type(length) in (int, float) and length < positions:
+        settings["model_max_length"] = positions
+        content = json.dumps(settings, indent=2, ensure_ascii=False) + "\n"
+        replace_file(path, lambda new: new.write_text(content, encoding="utf-8"))
+
+
 def companion_files(folders: list[Path]) -> list[Path]:
     """Return the tokenizer and license files of folders, which an export copies.
 
@@ -976,6 +994,7 @@ def export(
                 print(f"{other} is not there any more: its tokenizer and license are not exported")
         for file in companion_files(companion_folders):
             shutil.copy(file, partial)
+        raise_model_max_length(partial / "tokenizer_config.json", config.max_position_embeddings)
         write_config(partial, config)
         for file in partial.iterdir():
             sync(file)

@@ -1107,6 +1107,39 @@ def test_hf_export_drops_files_of_another_tokenizer(tmp_path, group):
     assert not (folder / "chat_template.jinja").exists()
 
 
+@parametrize(
+    "written, exported",
+    [
+        ('{"model_max_length": 16, "eos_token": "世"}', {"model_max_length": 64}),
+        ('{"model_max_length": 16.0}', {"model_max_length": 64}),
+        ('{"model_max_length": 1000000000000000019884624838656}', {}),  # transformers: no limit
+        ('{"model_max_length": 128, "eos_token": "</s>"}', {}),
+        ('{"model_max_length": null}', {}),
+        ("{}", {}),
+        ("[]", None),
+        ("{", None),
+    ],
+)
+def test_hf_export_extends_the_tokenizer(written, exported, tmp_path, group):
+    """The tokenizer of an export allows at least as many tokens as its model. Nothing else in
+    tokenizer_config.json changes, and a file with nothing to change is copied byte by byte.
+
+    Catches a model that was extended to longer texts, which transformers then cuts.
+    """
+    (tmp_path / "tok").mkdir()
+    file = tmp_path / "tok" / "tokenizer_config.json"
+    file.write_text(written)
+    file.chmod(0o444)
+    cfg = replace(SMALL, **EXPORTED["yarn"])
+    weights = dict(m.LLaMA(cfg).named_parameters())
+    hf.export(tmp_path / "e", cfg, weights.get, torch.float32, {}, [tmp_path / "tok"])
+    text = (tmp_path / "e" / file.name).read_text()
+    if exported:
+        assert json.loads(text) == json.loads(written) | exported
+    else:
+        assert text == written
+
+
 def test_hf_layer_types_may_be_null():
     """A config.json may say null where it could list the kinds of layers. Catches a traceback."""
     assert hf.sliding_window({"model_type": "llama", "layer_types": None}) == 0
