@@ -65,6 +65,7 @@ from typing import BinaryIO, NamedTuple
 import numpy as np
 
 SCAN_TOKENS = 2**24  # tokens, or bytes of a text, that a check reads at a time
+END_BYTES = 2**14  # bytes at the end of a file that tell whether it was only appended to
 MOST_IDS = 2**20  # every tokenizer has fewer ids
 # Samples per block of a mixture. Every block has the same number of samples of a source (Mixture)
 MIX_BLOCK = 1000
@@ -571,6 +572,35 @@ class Window(NamedTuple):
     is_label: np.ndarray  # (n,) bool: whether a token counts as a label
 
 
+class Stamp(NamedTuple):
+    """What a file was like when the run began."""
+
+    size: int  # bytes
+    modified: int  # time of the last change, in nanoseconds since 1970
+    end: int  # checksum of the last END_BYTES bytes
+
+
+def stamp_of(path: Path) -> Stamp:
+    """Return the stamp of a file."""
+    status = os.stat(path)
+    return Stamp(status.st_size, status.st_mtime_ns, checksum_before(path, status.st_size))
+
+
+def has_changed(path: Path, stamp: Stamp) -> bool:
+    """Return whether a file was written anew since its stamp was taken. A file that something was
+    only appended to has not changed."""
+    status = os.stat(path)
+    if status.st_size > stamp.size:
+        return checksum_before(path, stamp.size) != stamp.end
+    return (status.st_size, status.st_mtime_ns) != (stamp.size, stamp.modified)
+
+
+def checksum_before(path: Path, position: int) -> int:
+    """Return the CRC-32 of a file's END_BYTES bytes before a position, or of as many as it has."""
+    start = max(0, position - END_BYTES)
+    return zlib.crc32(np.fromfile(path, np.uint8, position - start, offset=start))
+
+
 @dataclass(frozen=True)
 class TokenFile:
     """A file of tokens, as describe() finds it. read() reads its tokens from disk at each call."""
@@ -583,14 +613,16 @@ class TokenFile:
     vocab: int = 0  # number of ids of the tokenizer that wrote the file; 0: not known
     mask: Path | None = None  # a file with one byte per token. 1: the token counts as a label
     index: Path | None = None  # Megatron's FILE.idx, if document_token was found with its help
+    # the file, and its mask if there is one -> its stamp
+    stamps: dict[Path, Stamp] = field(default_factory=dict, compare=False)
 
     @property
     def is_text(self) -> bool:
         return self.path.suffix != ".bin"
 
     def read(self, start: int, count: int) -> Window:
-        """Return the tokens start ... start + count - 1. Raises OSError if the file has become
-        shorter."""
+        """Return the tokens start ... start + count - 1. Raises OSError if the file has changed
+        since the run began (has_changed)."""
         tokens = self.read_array(self.path, self.dtype, start, count).astype(np.int64)
         is_label = tokens != self.ignored_id
         if self.mask:
@@ -610,6 +642,12 @@ class TokenFile:
             raise OSError(
                 f"--data: {path} has become shorter than the {self.count} tokens that it had"
             )
+        stamp = self.stamps.get(path)
+        if stamp and has_changed(path, stamp):  # checked last, to notice a change during the read
+            raise OSError(
+                f"--data: {path} has changed since the run began. Prepare new data under another "
+                "name"
+            )
         return array
 
 
@@ -625,8 +663,9 @@ def describe(path: Path, vocab: int = 0) -> TokenFile:
             size = handle.seek(0, os.SEEK_END)
     except PermissionError as e:
         raise PermissionError(f"--data: {may_not_read(path)}") from e
+    stamps = {path: stamp_of(path)}
     if path.suffix != ".bin":
-        return TokenFile(path, np.dtype("u1"), size)
+        return TokenFile(path, np.dtype("u1"), size, stamps=stamps)
 
     sidecar_path, index_path = Path(f"{path}.json"), path.with_suffix(".idx")
     sidecar = read_sidecar(sidecar_path)
@@ -656,9 +695,11 @@ def describe(path: Path, vocab: int = 0) -> TokenFile:
         sidecar.get("document_token"),
         sidecar.get("ignore", -1),
         sidecar.get("vocab", 0),
+        stamps=stamps,
     )
     if sidecar.get("mask"):
-        file = replace(file, mask=find_mask(path, sidecar["mask"], count))
+        mask = find_mask(path, sidecar["mask"], count)
+        file = replace(file, mask=mask, stamps=stamps | {mask: stamp_of(mask)})
     if index and file.document_token is None and len(index.ends):
         # An index says where documents end, but not with which token. So take the last token of
         # the first document. check_tokens checks that it ends all documents
@@ -864,7 +905,8 @@ class Corpus:
         return f"{len(self)}-{crc32:08x}"
 
     def read(self, start: int, stop: int) -> Window:
-        """Return the tokens start ... stop - 1. Raises OSError if a file has become shorter."""
+        """Return the tokens start ... stop - 1. Raises OSError if a file has changed, as
+        TokenFile.read says."""
         parts = []
         i = bisect.bisect_right(self.bounds, start) - 1  # the file that holds start
         while start < stop:

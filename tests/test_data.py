@@ -567,6 +567,33 @@ def test_data_mask_that_becomes_shorter(tmp_path):
         corpus.read(0, 40)
 
 
+@parametrize("name", ["ids.bin", "ids.mask", "text.txt"])
+def test_data_that_changes_in_place(name, tmp_path):
+    """If a file is written anew while a run reads it, an error names it, whatever its new length.
+    A file may be appended to.
+
+    Catches training on other tokens, and an IndexError for a token that the model does not have.
+    """
+    conversations(tmp_path / "ids.bin")
+    (tmp_path / "text.txt").write_text("one two " * 400)
+    path = tmp_path / name
+    content = path.read_bytes()
+    corpus, _ = data.open_corpus(str(path.with_suffix(".bin") if "ids" in name else path))
+    before = corpus.read(0, 40).tokens.tolist()
+    with open(path, "ab") as file:
+        file.write(b"\1" * 999)
+    assert corpus.read(0, 40).tokens.tolist() == before
+    other = bytes(value ^ 1 for value in content)
+    for new in (other, other * 2, other[:-100]):
+        path.write_bytes(new)
+        os.utime(path, (1, 1))  # the clock of some file systems is too coarse for a fast test
+        with raises(OSError, match=f"--data: .*{name} has changed since the run began. Prepare"):
+            corpus.read(0, 40)
+    path.unlink()
+    with raises(OSError, match=name):
+        corpus.read(0, 40)
+
+
 def weights_after(flags: str, out: Path) -> dict[str, torch.Tensor]:
     """Train with these flags, and return all tensors of the checkpoint."""
     main(f"{flags} --out {out}")
