@@ -787,6 +787,15 @@ def load_tokenizer(folder: Path):
     named_tokens() are special tokens, too. Raises ValueError."""
     from tokenizers import AddedToken, Tokenizer
 
+    if folder.name == "tokenizer.json" and folder.is_file():
+        raise ValueError(
+            f"--tokenizer {folder} is a file. Pass its folder: --tokenizer {folder.parent}"
+        )
+    if not folder.is_dir():
+        advice = "`hf download NAME --local-dir DIR` fetches one"
+        if str(folder) == "bytes":
+            advice = "Drop --tokenizer: without it, train.py's tokens of a text are its bytes"
+        raise ValueError(f"--tokenizer {folder}: there is no such folder. {advice}")
     try:
         tokenizer = Tokenizer.from_file(str(own_file(folder / "tokenizer.json", folder)))
     except Exception as e:  # the library raises no narrower class
@@ -1756,11 +1765,6 @@ def make_settings(
     """Return the settings for flags and inputs. Raises ValueError for a wrong flag, tokenizer or
     kind of input. It does not read the content of the inputs."""
     folder = Path(tokenizer_folder)
-    if not folder.is_dir():
-        raise ValueError(
-            f"--tokenizer {folder}: there is no such folder. `hf download NAME --local-dir DIR` "
-            "fetches one"
-        )
     tokenizer = load_tokenizer(folder)
     vocab = vocab_of(tokenizer)
     end = find_end_token(tokenizer, folder) if document_token is None else document_token

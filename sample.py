@@ -134,7 +134,7 @@ def tokens_of(folder: Path, end_token: int, add_special_tokens: bool) -> Vocabul
     If a prompt spells a special token, it becomes that token, as a prompt for a chat needs it. In
     training this is so only with --chat or --special-tokens. Otherwise training reads it as text.
     """
-    if not folder.is_dir():
+    if not folder.exists():
         raise ValueError(
             f"--tokenizer {folder}: there is no such folder. Pass --tokenizer with the folder of "
             "the tokenizer that made the model's tokens"

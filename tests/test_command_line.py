@@ -106,6 +106,12 @@ REFUSED = [
     ("train.py --data none", "no such file or folder"),
     ("mkdir empty && train.py --data empty", "no files in it"),
     ("mkdir empty && train.py --tokenizer empty", "empty: the folder has no tokenizer.json"),
+    ("train.py --tokenizer gpt2", "--tokenizer gpt2: there is no such folder. `hf download NAME"),
+    ("train.py --tokenizer bytes", "no such folder. Drop --tokenizer: .* a text are its bytes"),
+    (
+        "touch tokenizer.json && train.py --tokenizer ./tokenizer.json",
+        "tokenizer.json is a file. Pass its folder: --tokenizer .$",
+    ),
     (
         "printf 'of twenty letters...' > a.txt && train.py --data a.txt",
         "--seq 32.*20 tokens.*--seq 9",

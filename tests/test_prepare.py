@@ -1131,6 +1131,11 @@ def test_prepare_flags(tmp_path, capsys, monkeypatch):
     assert "must end in .bin: --out" in refusal(text, tokenizer, tmp_path / "c", capsys)
     assert "no such folder. `hf download" in refusal(text, tmp_path / "none", out, capsys)
     assert "no tokenizer.json that can be read" in refusal(text, tmp_path, out, capsys)
+    said = refusal(text, tokenizer / "tokenizer.json", out, capsys)
+    assert said.endswith(f"tokenizer.json is a file. Pass its folder: --tokenizer {tokenizer}")
+    assert "--tokenizer bytes: there is no such folder. Drop --tok" in refusal(
+        text, "bytes", out, capsys
+    )
     capsys.readouterr()
     assert prepare.main(command(text, tokenizer, out, "--workers 0")) == 2
     assert "--workers 0: choose at least 1" in capsys.readouterr().err

@@ -304,6 +304,7 @@ def test_stream_shows_whole_characters():
         ("hf:run", "run: there is no run/config.json"),
         ("ids", "does not say which tokenizer made them. Pass --tokenizer DIR, or --tokenizer by"),
         ("run --tokenizer nothing", "--tokenizer nothing: there is no such folder"),
+        ("run --tokenizer text/tokenizer.json", "is a file. Pass its folder: --tokenizer text"),
         ("run --tokenizer run", "--tokenizer run: the folder has no tokenizer.json"),
         ("run --tokens 0", "--tokens 0: choose at least 1"),
         ("run --tokens 1024", "reaches 1024 positions, and the prompt takes 1 of them. Choose at "
