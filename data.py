@@ -1146,9 +1146,16 @@ def check_lengths(
         corpus, val = opened[shortest]
         name = "the data" if len(sources) == 1 else sources[shortest].path
         and_val_tokens = "" if val is None else f", its val.bin {len(val)}"
+        advice = f"the longest that fits is --seq {longest}"
+        if longest < 1:  # with --seq 1, a sequence has 2 tokens, and the next one shares a token
+            least = "at least 3" if val is None else "at least 2 of each"
+            advice = (
+                f"a run needs {least}: one sequence to train on and one for validation. Name more "
+                "data"
+            )
         raise ValueError(
             f"--seq {seq}: {name} has {len(corpus)} tokens{and_val_tokens}, too few for training "
-            f"and validation; the longest that fits is --seq {longest}"
+            f"and validation; {advice}"
         )
 
 

@@ -118,7 +118,7 @@ REFUSED = [
     ),
     (
         "printf x > a.txt && train.py --data a.txt",
-        "--seq 32: the data has 1 tokens, too few for training and validation; .* --seq 0$",
+        "--seq 32: the data has 1 tokens, too few for training and validation; .* at least 3: .*",
     ),
     (
         "printf x > locked.txt && train.py --data locked.txt",

@@ -315,6 +315,27 @@ def test_data_too_short_source_of_a_mixture(tmp_path):
     data.check_lengths(sources, opened, 14)
 
 
+@parametrize("val, least", [(False, 3), (True, 2)])
+def test_data_too_short_for_any_seq(val, least, tmp_path):
+    """If the data are too short for each --seq, the error says how many tokens a run needs. With so
+    many tokens, --seq 1 is legal.
+
+    Catches the advice to pass --seq 0, which is refused in its turn.
+    """
+    sources = [data.Source(str(tmp_path), 1)]
+    for count in range(least + 1):
+        write_ids(tmp_path / "train.bin", np.arange(count))
+        if val:
+            write_ids(tmp_path / "val.bin", np.arange(count))
+        opened = [data.open_corpus(str(tmp_path))]
+        if count == least:
+            data.check_lengths(sources, opened, 1)
+            assert all(part.count for part in data.split(*opened[0], 1, 0))
+        else:
+            with raises(ValueError, match=f"has {count} tokens.*a run needs at least {least}"):
+                data.check_lengths(sources, opened, 1)
+
+
 def test_data_tokenised_to_four_bytes(tmp_path):
     """Ids of 2^16 and more have four bytes.
 
