@@ -586,17 +586,20 @@ def chosen_columns(path: str, columns: list[str], fields: list[str]) -> list[str
 
 
 def csv_rows(source: Source, first: int, fields: list[str]) -> Iterator[tuple[list[dict], float]]:
-    """Yield the rows of a CSV or TSV file, as read_table says. The first line of the file names the
-    columns. `fields` has one name, and only this column is read. Line ends within quotes stay."""
+    """Yield the rows of a CSV or TSV file, as read_table says. The first line that is not blank
+    names the columns. `fields` has one name, and only this column is read. Line ends within quotes
+    stay. A file without such a line, for example an empty file, has no rows."""
     csv.field_size_limit(LINE_BYTES)
     with decompressed(source) as (stream, file):
         text = io.TextIOWrapper(stream, encoding="utf-8-sig", newline="")
         reader = csv.reader(text, delimiter="\t" if source.kind == "tsv" else ",", strict=True)
         try:
-            columns = next(reader, [])
+            lines = filter(None, reader)  # a blank line is no row
+            columns = next(lines, None)
+            if columns is None:
+                return
             (name,) = chosen_columns(source.path, columns, fields)
             column = columns.index(name)
-            lines = filter(None, reader)  # a blank line is no row
             rows = itertools.islice(lines, first, None)
             while records := list(itertools.islice(rows, TABLE_ROWS)):
                 for record in records:

@@ -289,7 +289,8 @@ def test_prepare_millions_of_small_documents(tmp_path, monkeypatch):
         ("a.jsonl", b'{"text": "' + b"a" * 9000 + b'"}', "line 1: the line is longer than 0 MiB"),
         ("a.jsonl", b"\n \n", "the inputs hold no document"),
         ("a.jsonl", b"", "the inputs hold no document"),
-        ("a.csv", b"", "a.csv has no column text. Its columns are "),
+        ("a.csv", b"", "the inputs hold no document"),
+        ("a.tsv", b"\xef\xbb\xbf\r\n\n", "the inputs hold no document"),
         ("a.csv", b"id,body\n1,hi\n", "has no column text. Its columns are id, body: .*--field"),
         ("a.csv", b"id,text\n1,hi\n2\n", "a.csv, .*before line 3: it has 1 columns, .*line has 2"),
         ("a.csv", b'text\n"hi', "a.csv line .: unexpected end of data"),
@@ -337,6 +338,19 @@ def test_prepare_names_the_first_fault_for_any_number_of_workers(tmp_path, capsy
     inputs = [tmp_path / "a.jsonl", tmp_path / "b.csv"]
     assert prepare.main(command(inputs, tokenizer, tmp_path / "x.bin", "--workers 2")) == 2
     assert "a.jsonl line 9001: broken JSON" in capsys.readouterr().err
+
+
+def test_prepare_empty_files_beside_others(tmp_path):
+    """An empty table and empty JSON Lines have no documents. An empty plain text is one document.
+
+    Catches a folder that is refused because of an empty file.
+    """
+    tokenizer = word_tokenizer(tmp_path / "tok")
+    folder = tmp_path / "d"
+    folder.mkdir()
+    for name, content in (("a.csv", ""), ("b.jsonl", ""), ("c.txt", ""), ("d.csv", "text\nhi\n")):
+        (folder / name).write_text(content)
+    assert prepared(folder, tokenizer, tmp_path / "a.bin") == [END, HI, END]
 
 
 def test_prepare_folders(tmp_path, capsys):
