@@ -1004,20 +1004,21 @@ class Encoder:
         return np.array(ids, dtype=int)
 
     def decode(self, chunk: Chunk) -> str:
-        """Return a chunk's text. Raises ValueError that names the file and the position."""
+        """Return a chunk's text, without a byte order mark at the beginning of its file. Raises
+        ValueError that names the file and the position."""
         try:
-            return chunk.content.decode()
+            text = chunk.content.decode()
         except UnicodeDecodeError as e:
             path = self.settings.sources[chunk.start.source].path
             raise not_utf8(path, e, chunk.start.position + e.start) from e
+        # a row of a table has no byte order mark: its chunk is JSON, which begins with {
+        return text.removeprefix("\ufeff") if chunk.start.position == 0 else text
 
     def each_record(self, chunk: Chunk, act: Callable) -> Iterator:
         """Yield act(record) for each line of JSON that is not blank. Raises ValueError, which names
         the file and the line or row."""
         source = self.settings.sources[chunk.start.source]
         text = self.decode(chunk)
-        if source.kind == "lines" and chunk.start.position == 0:
-            text = text.removeprefix("\ufeff")  # the byte order mark
         for number, line in enumerate(text.split("\n"), chunk.start.line + 1):
             if not line or line.isspace():
                 continue

@@ -353,6 +353,32 @@ def test_prepare_empty_files_beside_others(tmp_path):
     assert prepared(folder, tokenizer, tmp_path / "a.bin") == [END, HI, END]
 
 
+def test_prepare_byte_order_marks(tmp_path, monkeypatch):
+    """A byte order mark at the beginning of a file is no text, in each format. Later in a text,
+    also where a long text is cut, U+FEFF is a character like any other.
+
+    Catches a first token that only some files have, and a character that is lost.
+    """
+    tokenizer = word_tokenizer(tmp_path / "tok")
+    contents = {
+        "a.txt": "hi",
+        "b.txt": "",
+        "c.jsonl": '{"text": "hi"}\n',
+        "d.csv": "text\nhi\n",
+        "e.txt": "\ufeff hi",  # two marks: the second one is text
+    }
+    (tmp_path / "d").mkdir()
+    for name, content in contents.items():
+        (tmp_path / "d" / name).write_text("\ufeff" + content, encoding="utf-8")
+    ids = prepared(tmp_path / "d", tokenizer, tmp_path / "a.bin")
+    assert ids == [HI, END, END, HI, END, HI, END, UNK, HI, END]
+
+    monkeypatch.setattr(prepare, "DOCUMENT_BYTES", 8)
+    (tmp_path / "long.txt").write_text("\ufeff" + "hi oh \ufeff you " * 9, encoding="utf-8")
+    ids = prepared(tmp_path / "long.txt", tokenizer, tmp_path / "b.bin")
+    assert ids.count(UNK) == 9 and ids.count(YOU) == 9 and ids[0] == HI
+
+
 def test_prepare_folders(tmp_path, capsys):
     """In a folder, links to folders are followed once. Hidden files, and the files that the command
     itself writes, are left out.
