@@ -33,6 +33,7 @@ Left out: a cache, several texts at once, chat templates, top-k and nucleus samp
 
 import argparse
 import contextlib
+import itertools
 import math
 import os
 import sys
@@ -107,7 +108,7 @@ class Vocabulary:
     """How text becomes tokens, and tokens become text."""
 
     encode: Callable[[str], list[int]]
-    decode: Callable[[list[int]], str]
+    decode: Callable[[list[int]], str]  # takes the ids of a prompt, or of a prompt and more tokens
     end_tokens: frozenset[int]
     name: str  # a sentence for messages that says what a token is
 
@@ -133,6 +134,7 @@ def tokens_of(folder: Path, end_token: int, add_special_tokens: bool) -> Vocabul
 
     If a prompt spells a special token, it becomes that token, as a prompt for a chat needs it. In
     training this is so only with --chat or --special-tokens. Otherwise training reads it as text.
+    The decoded text has all special tokens, except those that the tokenizer put before the prompt.
     """
     if not folder.exists():
         raise ValueError(
@@ -145,15 +147,25 @@ def tokens_of(folder: Path, end_token: int, add_special_tokens: bool) -> Vocabul
     end_tokens |= {*config_ids(folder, "eos_token_id")}
     end_tokens -= {-1, None}
 
-    def encode(text: str) -> list[int]:
+    def with_mask(text: str) -> list[tuple[int, int]]:
+        """Return (id, 1 if the tokenizer has added it, else 0) for each token of a prompt."""
         encoding = tokenizer.encode(text, add_special_tokens=add_special_tokens)
-        ids, added = encoding.ids, encoding.special_tokens_mask  # 1: the tokenizer has added it
-        while ids and added[len(ids) - 1] and ids[-1] in end_tokens:
-            ids.pop()  # some tokenizers also put an end token after the text
-        return ids
+        pairs = [*zip(encoding.ids, encoding.special_tokens_mask)]
+        while pairs and pairs[-1][1] and pairs[-1][0] in end_tokens:
+            pairs.pop()  # some tokenizers also put an end token after the text
+        return pairs
+
+    def encode(text: str) -> list[int]:
+        return [token for token, _ in with_mask(text)]
+
+    # the number of tokens that the tokenizer puts before each text
+    num_first = len([*itertools.takewhile(lambda pair: pair[1], with_mask("a"))])
+
+    def decode(ids: list[int]) -> str:
+        return tokenizer.decode(ids[num_first:], skip_special_tokens=False)
 
     name = f"The tokenizer is that of {folder}"
-    return Vocabulary(encode, tokenizer.decode, frozenset(end_tokens), name)
+    return Vocabulary(encode, decode, frozenset(end_tokens), name)
 
 
 def stream(decode: Callable, prompt: list[int], tokens: Iterable[int]) -> Iterator[str]:

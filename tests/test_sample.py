@@ -211,7 +211,7 @@ def test_text_of_a_tokenizer(folders, capsys):
     loaded = load(folders / "words")
     (end,) = loaded.vocabulary.end_tokens
     prompt = loaded.vocabulary.encode("one two")
-    assert loaded.vocabulary.decode([*prompt, end]) == "one two"
+    assert loaded.vocabulary.decode([*prompt, end]) == "one two<end>"
     drawn = greedy(loaded, prompt, 20)
     status, text = write(
         folders / "words", "--prompt", "one two", "--temperature", "0", "--tokens", "20"
@@ -243,6 +243,32 @@ def test_prompts_keep_the_end_tokens_that_they_spell(tmp_path):
     plain = sample.tokens_of(folder, -1, add_special_tokens=False).encode
     assert encode("one") == plain("one") and plain("one")
     assert encode("one<end>") == plain("one<end>") == [*plain("one"), end]
+
+
+@parametrize("adds", ["", "<s> $A", "<s> $A <end>"])
+def test_special_tokens_of_a_prompt_are_shown(adds, tmp_path):
+    """The text has the special tokens that the prompt spells and that the model draws, but not
+    those that the tokenizer puts around the prompt.
+
+    Catches a conversation whose turns cannot be told apart.
+    """
+    from tokenizers import Tokenizer, processors
+
+    folder = tmp_path / "text"
+    make_tokenizer(folder, TEXT)
+    tokenizer = Tokenizer.from_file(f"{folder}/tokenizer.json")
+    tokenizer.add_special_tokens(["<s>", "<|user|>"])
+    if adds:
+        rows = [(name, tokenizer.token_to_id(name)) for name in ("<s>", "<end>")]
+        tokenizer.post_processor = processors.TemplateProcessing(adds, None, rows)
+    tokenizer.save(f"{folder}/tokenizer.json")
+    vocabulary = sample.tokens_of(folder, -1, add_special_tokens=True)
+    drawn = [tokenizer.token_to_id("<|user|>"), *tokenizer.encode("two").ids[-1:]]
+    for prompt in ("<|user|>one<end>\n", "<s>one", "one two"):
+        ids = vocabulary.encode(prompt)
+        text = "".join(sample.stream(vocabulary.decode, ids, drawn))
+        assert text.startswith(f"{prompt}<|user|>"), text
+        assert text == prompt + tokenizer.decode(drawn, skip_special_tokens=False)
 
 
 def test_sampling_is_reproducible(folders):
