@@ -387,7 +387,9 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def check(args: argparse.Namespace) -> None:
-    """Raise ValueError for a flag that is out of its range."""
+    """Raise ValueError for a flag that is out of its range, and for several processes."""
+    if int(os.environ.get("WORLD_SIZE", 1)) > 1:  # each process would write the same text
+        raise ValueError("sample.py is one process: start it without torchrun")
     if args.tokens < 1:
         raise ValueError(f"--tokens {args.tokens}: choose at least 1")
     if not 0 <= args.temperature < math.inf:  # refuses NaN, too

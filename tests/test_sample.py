@@ -360,6 +360,20 @@ def test_sample_refuses(argv, sentence, folders, monkeypatch, capsys):
     assert error.startswith("sample.py: error: ") and sentence in error
 
 
+def test_several_processes_are_refused(folders, monkeypatch, capsys):
+    """torchrun with one process may start sample.py, but not with two.
+
+    Catches a text that is written twice, by two processes at once.
+    """
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    assert write(folders / "run", "--tokens", 1)[0] == 0
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    capsys.readouterr()
+    assert write(folders / "run") == (2, "")
+    sentence = "sample.py: error: sample.py is one process: start it without torchrun\n"
+    assert capsys.readouterr().err == sentence
+
+
 def break_file(folder: Path) -> None:
     (file,) = folder.glob("*.safetensors")
     content = bytearray(file.read_bytes())
