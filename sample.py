@@ -220,6 +220,8 @@ def load(folder: str, tokenizer: str, device: torch.device, dtype: torch.dtype) 
     that the model's folder or checkpoint says it. Raises ValueError or OSError.
     """
     path = Path(folder.removeprefix("hf:"))
+    if path.is_file():
+        raise ValueError(f"FOLDER {folder} is a file. Pass the folder of a run or of a model")
     if folder.startswith("hf:") or (path / "config.json").exists():
         return load_hugging_face(path, tokenizer, device, dtype)
     if (path / "meta.json").exists() or checkpoint.steps_of(path):
@@ -325,6 +327,7 @@ def within_window(positions: int, source: dict) -> int:
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=__doc__.split("\n")[0],
+        usage="%(prog)s [FOLDER] [flags]",
         epilog="The whole text runs through the model for each new token, so this is for short "
         "texts.",
         allow_abbrev=False,

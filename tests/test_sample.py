@@ -327,6 +327,7 @@ def test_stream_shows_whole_characters():
         ("nothing", "FOLDER nothing: there is no such folder. Did you mean ids or run or words?"),
         (".", "(step-N) nor a Hugging Face model (config.json). Did you mean ids or run or words?"),
         ("text", "has neither a checkpoint"),
+        ("a.txt", "FOLDER a.txt is a file. Pass the folder of a run or of a model"),
         ("hf:run", "run: there is no run/config.json"),
         ("ids", "does not say which tokenizer made them. Pass --tokenizer DIR, or --tokenizer by"),
         ("run --tokenizer nothing", "--tokenizer nothing: there is no such folder"),
@@ -358,6 +359,18 @@ def test_sample_refuses(argv, sentence, folders, monkeypatch, capsys):
     assert write(*argv.split(" ")) == (2, "")
     error = capsys.readouterr().err
     assert error.startswith("sample.py: error: ") and sentence in error
+
+
+def test_usage_takes_one_line(capsys):
+    """Before an error of argparse there is one line, as in train.py.
+
+    Catches an error that is hard to find below a list of all flags.
+    """
+    with raises(SystemExit):
+        sample.main(["--token=5"])
+    usage, error = capsys.readouterr().err.splitlines()
+    assert usage.endswith(" [FOLDER] [flags]")
+    assert error.endswith("error: unrecognized arguments: --token=5")
 
 
 def test_several_processes_are_refused(folders, monkeypatch, capsys):
