@@ -261,7 +261,8 @@ def find_files(data: str, leave_out: Iterable[str | Path] = ()) -> tuple[list[Pa
     else:
         files = []
     if not (data and files):  # the path "" is the current folder, which nobody has named
-        raise ValueError(f"--data {data}: no such file or folder, or no files in it")
+        advice = "" if root.is_dir() else ". Name one file or folder, or a.bin:0.7,b.bin:0.3"
+        raise ValueError(f"--data {data}: no such file or folder, or no files in it{advice}")
 
     val = [file for file in files if file == root / "val.bin"]
     others = [file for file in files if file not in val]

@@ -332,7 +332,7 @@ class Constraints:
         "token after a document's end is no label. -1: attention crosses documents. auto: the "
         "token with which --tokenizer ends texts, or the one that the .bin files name. If there is "
         "neither, -1.",
-        -1, 2**32)
+        -1, 2**32 - 1)
     attention: str = flag("auto", "Attention kernel: auto, fa4, cudnn, flash or cpu.")
     dtype: str = flag("bf16", "Dtype of parameters and activations.", among=DTYPES)
     p: Count = flag(

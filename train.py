@@ -126,6 +126,7 @@ from measure import host_copy_rate
 from model import (
     ARCHITECTURES,
     MODELS,
+    ROPE_KEYS,
     LLaMA,
     ModelConfig,
     flops_per_token,
@@ -949,6 +950,8 @@ def warn_of_trained_validation(run: Run) -> None:
 def try_folder(folder: str | Path, name: str) -> None:
     """Raise ValueError if files cannot be written to a folder, which is made if it is missing.
     name: what the error calls the folder, for example the flag that names it."""
+    if os.path.isfile(folder):
+        raise ValueError(f"{name} {folder} is a file. Name a folder")
     try:
         os.makedirs(folder, exist_ok=True)
         tempfile.TemporaryFile(dir=folder).close()
@@ -1195,6 +1198,23 @@ def print_run(run: Run, plans: list[costs.Plan]) -> None:
     print_plan(run, plans[1:] if cfg.dry_run else plans[1:2])
 
 
+def how_to_reach(cfg: Config, model: ModelConfig) -> str:
+    """Return a sentence that says with which --rope-scaling the rotary embedding reaches --seq.
+    model: the model with the --rope-scaling that the run has."""
+    kind, _, factor = cfg.rope_scaling.partition(":")
+    if kind in ROPE_KEYS:
+        # the flag's factor counts from the positions without the flag
+        positions = round(model.max_positions / float(factor))
+        needed = math.ceil(cfg.seq / positions)
+        return f"A larger factor of --rope-scaling extends it, such as {kind}:{needed}"
+    kind = rope_kind(model.rope_scaling)  # an import may have a scaling already
+    if kind == "default":
+        kind = "yarn"
+    needed = math.ceil(cfg.seq / model.max_positions)
+    reached = needed * model.max_positions
+    return f"--rope-scaling {kind}:{needed} extends it to {reached:,}"
+
+
 def print_model(run: Run) -> None:
     """Print the model's size and the FLOPs of a token. Add a note if products run in float8, if the
     rotary embedding is too short for --seq, if the head is (or was) tied to the embedding, or if an
@@ -1211,7 +1231,7 @@ def print_model(run: Run) -> None:
     if cfg.seq > model.max_positions:
         print0(
             f"--seq {cfg.seq:,} is longer than the {model.max_positions:,} tokens that the rotary "
-            "embedding reaches. A larger factor of --rope-scaling extends it"
+            f"embedding reaches. {how_to_reach(cfg, model)}"
         )
     if model.tied:
         print0("The model uses one matrix as embedding and as head (tied), and stays so")

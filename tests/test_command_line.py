@@ -72,6 +72,10 @@ REFUSED = [
         "--attention cudnn takes no documents. Choose auto or fa4, .*--document-token -1",
     ),
     # ---- flags that this model, these ranks or this memory cannot have
+    (
+        "train.py --document-token -5",
+        "--document-token -5: choose a value from -1 to 4294967295$",
+    ),
     ("train.py --document-token 256", "--document-token 256: .*vocabulary ends at token 255"),
     ("train.py --micro-batch 4", "--micro-batch 4: .* 6 sequences .* --micro-batch 3, .* 6$"),
     ("train.py --head-groups 4", "a rank's 6 query heads .* legal .* 3, --head-groups 6$"),
@@ -104,6 +108,10 @@ REFUSED = [
         "32 tokens.*--batch counts sequences",
     ),
     ("train.py --data none", "no such file or folder"),
+    (
+        "train.py --data 'docs/*.md'",
+        r"no such file or folder.* Name one file or folder, or a.bin:0.7,b.bin:0.3$",
+    ),
     ("mkdir empty && train.py --data empty", "no files in it"),
     ("mkdir empty && train.py --tokenizer empty", "empty: the folder has no tokenizer.json"),
     ("train.py --tokenizer gpt2", "--tokenizer gpt2: there is no such folder. `hf download NAME"),
@@ -134,6 +142,8 @@ REFUSED = [
     ("mkfifo tokenizer.json && train.py --tokenizer .", "tokenizer.json is no regular file"),
     # ---- folders that are written
     ("train.py --out big.bin/x", "big.bin/x cannot be written"),
+    ("train.py --out big.bin", "--out big.bin is a file. Name a folder$"),
+    ("train.py --export big.bin", "--export big.bin is a file. Name a folder$"),
     ("train.py --export hf", "--export hf is not empty. Name another folder"),
     ("train.py --export new", "--export new is also --out. Name another folder"),
     (

@@ -910,6 +910,28 @@ def test_tied_models_train_as_in_transformers(name, plan, tmp_path):
         assert relative(weights[name] - before[name], p.detach() - before[name]) < 0.01, name
 
 
+@parametrize(
+    "flag, scaling, advice",
+    [
+        ("", {}, "--rope-scaling yarn:3 extends it to 192"),
+        ("", LLAMA3, "--rope-scaling llama3:3 extends it to 192"),
+        ("yarn:2", {}, "A larger factor of --rope-scaling extends it, such as yarn:3"),
+        ("linear:1.5", {}, "A larger factor of --rope-scaling extends it, such as linear:3"),
+    ],
+)
+def test_hf_advice_for_a_longer_seq(flag, scaling, advice):
+    """If --seq is longer than an import's positions, the run says which --rope-scaling reaches it.
+    With this flag, the model does reach it.
+
+    Catches the advice to enlarge a factor that nobody has passed.
+    """
+    imported = replace(SMALL, max_positions=64, rope_scaling=scaling)
+    cfg = train.Config(seq=160, rope_scaling=flag)
+    assert train.how_to_reach(cfg, hf.with_rope(flag, imported)) == advice
+    (advised,) = re.findall(r"\w+:\d+", advice)
+    assert hf.with_rope(advised, imported).max_positions == 192
+
+
 @slow
 def test_hf_resumes_without_its_folder(tmp_path, capsys):
     """A resumed run takes its model from the checkpoint, whether or not its flags name the import
