@@ -1882,7 +1882,7 @@ def read_windows(run: Run, numbers: range, read: Callable) -> tuple[Tensor, Tens
                 size = len(window.tokens)
                 windows[i, :size] = torch.as_tensor(window.tokens)
                 counts[i, :size] = torch.as_tensor(window.is_label)
-    except OSError as e:  # a file has gone, or has become shorter: `train` tells all ranks
+    except OSError as e:  # a file has gone or has changed: `train` tells all ranks
         return windows, counts, str(e)
     return windows, counts, ""
 
