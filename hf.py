@@ -549,7 +549,7 @@ def with_rope(text: str, model: ModelConfig) -> ModelConfig:
     """
     if not text:
         return model
-    match = re.fullmatch(rf"(theta|{'|'.join(ROPE_KEYS)}):([1-9]\d*(\.\d*)?)", text)
+    match = re.fullmatch(rf"(theta|{'|'.join(ROPE_KEYS)}):([1-9]\d*(\.\d*)?(e\d)?)", text)
     if not match:
         raise ValueError(
             f"--rope-scaling {text}: it must be linear:FACTOR, llama3:FACTOR, yarn:FACTOR or "

@@ -277,8 +277,8 @@ def test_resume_says_what_has_changed(tmp_path, capsys):
     text = capsys.readouterr().out
     for sentence in (
         "changed: steps 2 -> 3, the data {'files': 1, ",
-        f", threads 7 -> {torch.get_num_threads()}, the tokens of a.txt are new to this run, so the "
-        "order of samples begins anew\n",
+        f", threads 7 -> {torch.get_num_threads()}, the tokens of a.txt are new to this run, so "
+        "the order of samples begins anew\n",
         "log.jsonl: dropped a line that is no step's row: b'{\"step\": 3, \"lo'",
     ):
         assert sentence in text

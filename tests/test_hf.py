@@ -932,6 +932,12 @@ def test_hf_advice_for_a_longer_seq(flag, scaling, advice):
     assert hf.with_rope(advised, imported).max_positions == 192
 
 
+@parametrize("text", ["1000000", "1000000.0", "1e6"])
+def test_bases_of_rotary_angles_in_all_spellings(text):
+    """--rope-scaling theta:BASE takes a base as it is written in papers, and changes only that."""
+    assert hf.with_rope(f"theta:{text}", SMALL) == replace(SMALL, rope_theta=1e6)
+
+
 @slow
 def test_hf_resumes_without_its_folder(tmp_path, capsys):
     """A resumed run takes its model from the checkpoint, whether or not its flags name the import
