@@ -148,8 +148,8 @@ def write_states(folder: Path, parts: dict[str, StatePart]) -> dict[str, list[in
     """Write the files of this rank, and return [size, crc32] of each by its name. Raises OSError.
 
     parts: this rank's part of each state, by the state's name. Those with `saved_here` are written.
-    Only one file's tensors are on the host at a time. While a file is written, other threads
-    compute the checksums of the files before it."""
+    At any time the host has copies of states for one file only. While a file is written, other
+    threads compute the checksums of the files before it."""
     sizes = {name: part.nbytes for name, part in parts.items() if part.saved_here}
     checksums = {}
     with ThreadPoolExecutor() as pool:
@@ -229,9 +229,8 @@ def open_checkpoint(folder: Path) -> Checkpoint:
 def check_regular(path: Path, may_be_link: bool) -> int:
     """Return the size of a checkpoint's file.
 
-    Raises ValueError if the file is missing or no regular file. Raises OSError if it cannot be
-    opened, or if the system cannot tell what it is. (os.path.lexists would return False then, as if
-    the file was missing.)
+    Raises ValueError if the file is missing or is no regular file. Raises OSError if the file may
+    exist but cannot be examined or opened. (os.path.lexists does not tell the two cases apart.)
 
     may_be_link: accept a link to a regular file."""
     try:
@@ -533,10 +532,10 @@ def open_weights(
     """Check that a checkpoint has exactly the weights of a model. Return read(name) -> the whole
     weight in float32, on the CPU.
 
-    A weight is read from the files when read() is called. shapes: LLaMA.shapes. state_name: the
-    state that read() returns of a trained weight, for example Optimizer.exported, the one that an
-    export writes. Raises ValueError if the weights differ from the model's. read() raises
-    ValueError if a value is not finite.
+    A weight is read from the files when read() is called. shapes: LLaMA.shapes. state_name: which
+    state of a trained weight read() returns, for example Optimizer.exported, which an export
+    writes. Raises ValueError if names or shapes differ from the model's. read() raises ValueError
+    if a value is not finite.
     """
     states = open_parts(saved)
     weights = {}
@@ -588,10 +587,10 @@ def load_checkpoint(states: States, saved: Checkpoint) -> None:
 
 @dataclass
 class Saver:
-    """Saves a run's checkpoints. Training waits for the files, or goes on while they are written.
+    """Saves a run's checkpoints.
 
     With `room` (--save-async), the states are first copied to host memory, and a thread writes the
-    files while training goes on. Without it, training waits for the files.
+    files while training goes on. Without `room`, training waits for the files.
 
         begin(meta)     finish the previous save; copy the states, and start to write them
         writing         whether this rank's thread is still at work
@@ -606,7 +605,8 @@ class Saver:
     states: States
     # a group whose collectives wait long enough for a rank that writes slowly (ranks.patient_group)
     group: dist.ProcessGroup | None = None
-    room: float | None = None  # bytes of host memory that the copies may take; None: no copies
+    # bytes of host memory that the copies of --save-async may take; None: make no copies
+    room: float | None = None
     failed: str = ""  # why the last save failed, as a sentence; "" if it did not
     began: float = 0.0  # when the last save began, on the clock of time.perf_counter
     seconds: float = 0.0  # how long the last save took; with copies, only this rank's files
@@ -793,7 +793,7 @@ def is_outdated(
         return False
     try:
         return open_checkpoint(saved.folder).meta != saved.meta
-    except ValueError:  # it is gone
+    except ValueError:  # it is gone or damaged
         return True
 
 
@@ -836,7 +836,7 @@ def prepare_out(out: Path, resumed: Checkpoint | None, trains: bool) -> None:
     """Prepare the folder OUT for a run. Raises OSError.
 
     Folders step-N.tmp, which a killed run left unfinished, are deleted. What does not belong to the
-    new run is moved into OUT/earlier-N, and not deleted:
+    new run is moved into OUT/earlier-N. Only rows of the log are dropped without a copy:
 
         this run ...                                   what happens to OUT
         resumes a checkpoint of OUT, and trains        later checkpoints are moved, and later rows

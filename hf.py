@@ -122,7 +122,7 @@ REQUIRED_VALUES = {
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 
-# tokenizer and license files, which an export copies
+# files that an export copies: of the tokenizer, and generation settings and licenses
 TOKENIZER_FILES = (
     r"tokenizer.*|(special_tokens_map|added_tokens|vocab|tekken)\.json|merges\.txt|chat_template.*"
 )
@@ -134,7 +134,7 @@ COMPANION_FILES = rf"{TOKENIZER_FILES}|generation_config\.json|(LICENSE|NOTICE|U
 def read_config(folder: str) -> tuple[ModelConfig, dict]:
     """Read a folder's config.json. Return a ModelConfig, and config.json as a dict.
 
-    This file calls the dict `source`. It also has the keys that transformers fills in by default.
+    This file calls the dict `source`. The dict also has the keys that transformers adds by default.
     Raises ValueError for an architecture or a value that this project does not support.
     """
     from transformers import AutoConfig
@@ -369,7 +369,8 @@ def open_tensors(folder: str) -> dict[str, object]:
 
 def read_index(root: Path) -> dict[str, str]:
     """Return {their name: file} of a folder's model.safetensors.index.json. Raises ValueError if it
-    cannot be read, is not of this form, or names a file that is not in the folder."""
+    cannot be read, is not of this form, or names a path that leads out of the folder. It does not
+    check that the files exist."""
     path = root / INDEX
     try:
         index = json.loads(own_file(path, root).read_text())
@@ -453,7 +454,7 @@ def open_weights(
 
     open_weights raises ValueError if a file is missing or truncated, or if a tensor is missing,
     left over or of another shape. read() raises ValueError if a tensor cannot be read, is not of
-    floating point, or has values that are not finite.
+    floating point with at least 16 bits, or has values that are not finite.
     """
     stored = open_tensors(folder)
     stores_head = "lm_head.weight" in stored
@@ -646,10 +647,10 @@ def check_export(cfg: ModelConfig, source: dict) -> None:
         random   all weights. This includes norms and biases: with their initial values, 1 and 0,
                  the logits would not show that an export loses one
 
-    The tokens have positions just below and above the trained length, and the last position. At
-    the first positions, logits may differ by 1e-4 of their size. Farther away they may differ by
-    more, because transformers computes rotary angles in float32: by eight times the difference that
-    float32 angles make in this model.
+    The tokens have a few positions at the start, some just below and above the trained length, and
+    the last one. Below position 4096, logits may differ by 1e-4 of their size. Over all positions
+    they may differ by 1e-4 plus eight times the difference that float32 angles make in this model,
+    because transformers computes rotary angles in float32.
 
     Runs on one rank, without collectives. It takes a few seconds, mostly to import transformers.
     """
@@ -759,13 +760,14 @@ def raise_model_max_length(path: Path, positions: int) -> None:
 
 
 def companion_files(folders: list[Path]) -> list[Path]:
-    """Return the tokenizer and license files of folders, which an export copies.
+    """Return the files of folders that an export copies: of the tokenizer, generation_config.json,
+    and licenses.
 
     All tokenizer files come from the last folder with a tokenizer.json. (A chat template that lies
     beside another tokenizer does not belong to this one.) If two folders have another file of the
     same name, the later folder's is used. Raises OSError if a file cannot be read, is not a regular
-    file, or is a link that leads out of its folder (own_file). An export would publish the file
-    that the link leads to.
+    file, or is a link that leads out of its folder: an export would publish the file that the link
+    leads to (own_file).
     """
     found = {}  # name -> path
     for folder in folders:
@@ -903,7 +905,8 @@ def exchange(folder: Path, run: str) -> None:
 def delete_old(folder: Path, run: str) -> None:
     """Delete the previous export. Files that others have put there, such as a user's notes, are
     first moved into the newest export, unless it has a file of this name. Files that the previous
-    export wrote are not moved. So a chat template goes with its tokenizer."""
+    export wrote are deleted, even if the newest export has none of this name. For example, a chat
+    template is deleted with its tokenizer."""
     old = old_folder(folder, run)
     if not old.exists():
         return

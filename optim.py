@@ -182,14 +182,15 @@ class Optimizer:
            set whole=True.
         4. The update sets u.weight to round_weight(master, u.weight.dtype).
 
-    It updates every Matrix that is not frozen: the embedding, the head, and the matrices of layers.
-    In a layer, q, k and v are one Matrix, and so are gate and up. `vectors` updates norms and
-    biases.
+    An optimizer updates every Matrix that is not frozen: the embedding, the head, and the matrices
+    of layers. In a layer, q, k and v are one Matrix, and so are gate and up. The optimizer that
+    `vectors` names updates norms and biases.
     """
 
     update: Callable[[Update], None]
     states: tuple[State, ...]
-    whole: bool = False  # it needs whole matrices: --os-layout inter --p 1 --tp 1
+    # whether `update` needs whole matrices. Such a run has --os-layout inter --p 1 --tp 1
+    whole: bool = False
     vectors: "Optimizer | None" = None  # the optimizer of vectors; None: AdamW
     exported: str = "master"  # the state that --export writes
 
@@ -480,8 +481,8 @@ def check_optimizer(name: str, optimizer: Optimizer) -> None:
         4. The bf16 weight is the master weight, rounded by round_weight. States on the host rely
            on this, and so does a resume.
 
-    The update runs on a matrix of 256 random elements on the CPU: in float64, and in bf16 for rule
-    4 (check_rounding).
+    The update runs on a matrix of 256 random elements on the CPU: for rules 2 and 3 with the weight
+    in float64, and for rule 4 with the weight in bf16 (check_rounding).
     """
     dtypes = optimizer.dtypes(torch.float64)
     if "master" not in dtypes or len(dtypes) < len(optimizer.states):
@@ -570,8 +571,8 @@ def tensors_after(
     ranges: list[slice],
     lr: float = 0.01,
 ) -> dict[str, Tensor]:
-    """Return weight and states after an update that runs range by range. before: weight and states.
-    If the gradient is not finite, neither is the norm that the update gets."""
+    """Return the weight and the states after an update that runs range by range. before: the weight
+    and the states, which are copied. If the gradient is not finite, u.finite is false."""
     after = {key: value.clone() for key, value in before.items()}
     dtype = before["weight"].dtype
     accum_dtype = accumulation_dtype(dtype)
@@ -717,7 +718,7 @@ class HostStates:
             Buffer([zeros(dtype) for dtype in state_dtypes.values()]) for _ in range(PIECE_BUFFERS)
         ]
         self.buffers = itertools.cycle(buffers)  # in turn, without end
-        # the joined master weights of a piece; None: the host stores them whole
+        # a buffer for the joined master weights of a piece; None: the host stores them whole
         self.master = zeros(torch.float32) if REST in state_dtypes else None
         self.stream_in = CommStream(device)
         self.stream_out = CommStream(device)

@@ -7,17 +7,18 @@ and how:
     fsdp2 WHAT [host]        the same model and kernels under PyTorch's FSDP2 with Ulysses. Model
                              states are sharded over os ranks, as ZeRO-3 if p > 1 and as ZeRO-2
                              otherwise. WHAT is a key of RECOMPUTED, which says which layers are
-                             recomputed in backward. host: all model states are in host memory
-                             Words such as ZeRO-2, HSDP and reshard only name the row's flags --p,
-                             --g and --os. HSDP: there are replicas of the shards; reshard:
-                             parameters are freed after each use (p > 1)
+                             recomputed in backward. host: all model states are in host memory.
+                             Words such as ZeRO-2, HSDP and reshard change nothing; they only name
+                             what the row's flags --p, --g and --os say. HSDP: there are replicas of
+                             the shards. reshard: parameters are freed after each use (p > 1)
     deepspeed WHAT           the same model and kernels under DeepSpeed's ZeRO-3, with Ulysses in
                              our attention instead of DeepSpeed's wrapper. WHAT is as for fsdp2
     transformers DTYPE ...   transformers' model on one GPU, compiled. fp32: float32 weights under
                              autocast; bf16: weights and optimizer states in bf16. More words:
         fp8                  torchao's float8 training, which needs a GPU that has float8
         by-layer             each layer is compiled by itself, instead of the whole model
-        liger-loss           with by-layer: head and loss are Liger's, which never holds all logits
+        liger-loss           only with by-layer: head and loss are Liger's, which never hold the
+                             logits of all tokens at once
         liger                all of Liger's kernels, without compilation, because Liger's loss does
                              not compile
         half                 every second layer is recomputed in backward
@@ -45,7 +46,7 @@ simpler than its own wrapper of Ulysses, with which we have not compared it. Dee
 gradients in bf16, its default.
 
 A peer runs micro-batches of the size that the planner predicts to be the fastest with unlimited
-memory. bench.py's --micro-batch sets another size.
+memory, unless its row or the command sets --micro-batch.
 
 Left out: which rows are timed, and how (bench.py). Whether peers compute the same losses as our
 model is tested in tests/test_bench.py.
@@ -242,7 +243,7 @@ def is_recomputed(layer: int, keep_every: int) -> bool:
 
 
 def recompute_layers(model: nn.Module, keep_every: int) -> None:
-    """Recompute the layers of transformers' model in backward that is_recomputed says."""
+    """Let backward recompute the layers of transformers' model that is_recomputed names."""
     model.gradient_checkpointing_enable()
     for i, layer in enumerate(model.model.layers):
         layer.gradient_checkpointing = is_recomputed(i, keep_every)
@@ -463,7 +464,9 @@ class Fsdp2States(TorchStates):
         precision = MixedPrecisionPolicy(
             param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16, cast_forward_inputs=False
         )
-        offload = CPUOffloadPolicy(run.device.type == "cuda") if on_host else OffloadPolicy()
+        offload = OffloadPolicy()
+        if on_host:
+            offload = CPUOffloadPolicy(pin_memory=run.device.type == "cuda")
         shard = functools.partial(
             fully_shard, mesh=mesh, mp_policy=precision, offload_policy=offload
         )

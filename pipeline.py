@@ -49,8 +49,9 @@ Without `pipeline` in --overlap, receiving is launched right before pass i, and 
 holds for the first backward pass of a stage that runs all its forward passes first, as a stage does
 if there are few micro-batches. Its dx is computed after the last forward pass, which therefore does
 not hide it, and dx may depend on that pass. If that pass had to wait for the whole GPU, for example
-because a kernel is loaded, it would wait for dx, and so for itself. This protects against one stage
-that waits. If two stages wait at once, they may still wait for each other (Pipeline.warm_up).
+because a kernel is loaded, it would wait for dx, and so for itself. Late receiving prevents this
+for a single stage. Two stages that wait at once could still wait for each other. So
+Pipeline.warm_up makes the calls that wait for the whole GPU before the first step.
 
 If the embedding and the first layers are frozen, the first virtual stages may need no backward
 (LLaMA.forward_only_layers). Then no dx is sent to them, and their backward passes do nothing. These
@@ -138,9 +139,9 @@ def pipeline_order(stage: int, stages: int, virtual_stages: int, micro_batches: 
 
 
 def received_late(order: list[Pass]) -> int | None:
-    """Return the number of the pass whose message is not received one pass early. It is the first
-    backward pass, if all forward passes come before it (see the top of this file). None: there is
-    no such pass."""
+    """Return the index in `order` of the pass whose message is not received one pass early, or
+    None if there is none. It is the first backward pass, if all forward passes come before it (see
+    the top of this file)."""
     forward_passes = sum(step_pass.forward for step_pass in order)
     all_forward_first = all(step_pass.forward for step_pass in order[:forward_passes])
     return forward_passes if all_forward_first else None
@@ -179,9 +180,9 @@ def most_layers_of_a_stage(layers: int, stages: int, virtual_stages: int) -> int
 
 
 def keep_stage(model: LLaMA, stage: int, stages: int, virtual_stages: int) -> list[range]:
-    """Remove the layers, embedding and head of the other stages from a model. A tied matrix stays
-    on the first stage as embedding, and on the last one as head. Returns the layers of each virtual
-    stage of this stage."""
+    """Remove from a model what belongs to other stages: layers, embedding, final norm and head. A
+    tied matrix stays on the first stage as embedding, and on the last one as head. Returns the
+    layers of each virtual stage of this stage."""
     layers = model.cfg.layers
     kept = layers_of_stage(layers, stage, stages, virtual_stages)
     for i in set(range(layers)).difference(*kept):
@@ -332,8 +333,9 @@ class Pipeline:
         return 0 < end <= self.model.forward_only_layers and not is_last
 
     def sends_dx(self, virtual_stage: int) -> bool:
-        """Return whether this virtual stage sends dx to the one before: not if it is the first one,
-        and not if the one before has no backward (is_forward_only)."""
+        """Return whether this virtual stage sends dx to the one before. The model's first virtual
+        stage does not, and neither does one whose predecessor has no backward
+        (is_forward_only)."""
         start = self.virtual_stages[virtual_stage].start
         forward_only_before = 0 < start <= self.model.forward_only_layers
         return not forward_only_before and not self.has_embedding(virtual_stage)
@@ -396,7 +398,9 @@ class Pipeline:
         backward_fns = {}  # (micro-batch, virtual stage) -> backward of the graph that is saved
 
         # the passes whose messages are received while the pass before runs, which hides them
-        early = set(range(1, len(self.order))) - {received_late(self.order)} if self.overlap else ()
+        early = set()
+        if self.overlap:
+            early = set(range(1, len(self.order))) - {received_late(self.order)}
         receiving = {}  # the number of a pass -> (work, x) of the message that it needs
         for i, this_pass in enumerate(self.order):
             if i not in receiving:
@@ -442,8 +446,9 @@ class Pipeline:
         return run_detached(self.root, functools.partial(run, x))
 
     def warm_up(self, micro_batch: tuple) -> None:
-        """Run all virtual stages once, forward and backward, on zeros and without messages. Call it
-        before the first step, because it changes the gradients.
+        """Run all virtual stages once, forward and backward, without messages. The one with the
+        embedding gets the micro-batch's tokens, and the others get zeros. Call this before the
+        first step, because it changes the gradients.
 
         Some first calls wait until the GPU has finished all of its work: those that compile, load a
         kernel, or map other ranks' memory. In the middle of a step they would also wait for a

@@ -88,7 +88,8 @@ def check_launcher() -> None:
 
 
 def use_more_queues() -> None:
-    """Give each of up to 32 CUDA streams a hardware queue of its own. Call this before CUDA starts.
+    """Give each of up to 32 CUDA streams a hardware queue of its own, unless the environment sets
+    another number of queues. Call this before CUDA starts.
 
     By default there are 8 queues, so streams share them. Then a message that waits for another rank
     could hold up the very message that the other rank waits for.
@@ -193,8 +194,8 @@ class StopSignal:
             sys.exit(0)
 
     def watch(self, pipe: int) -> None:
-        """Print that a signal has come. If training has not begun, end the process in EXIT_SECONDS,
-        unless the main thread has ended it by then.
+        """Print that a signal has come; during training only rank 0 prints it. If training has not
+        begun, end the process in EXIT_SECONDS, unless the main thread has ended it by then.
 
         This has a thread of its own, because the main thread calls no handler while it waits for
         other ranks or for the GPU.
@@ -277,8 +278,8 @@ signal_mask = threading.local()
 
 
 def hold_signals() -> None:
-    """Block the signals that stop_signals handles, in this process and in the child that it is
-    about to fork."""
+    """Block the signals that stop_signals handles, in this thread and in the child that it is about
+    to fork. Other threads of this process still take signals."""
     signal_mask.before_fork = signal.pthread_sigmask(signal.SIG_BLOCK, list(handlers_before))
 
 
@@ -391,9 +392,11 @@ def print0(*text) -> None:
             # The run goes on without this line, because it still has to save. A full disk may have
             # room for later lines. Otherwise the reader is gone: Ctrl-C has ended the `tee`
             # (EPIPE), or the terminal was closed (EIO)
-            full = e.errno in (errno.ENOSPC, errno.EDQUOT)
-            # in both cases a new file, which does not hold the line that failed
-            sys.stdout = open(sys.stdout.fileno() if full else os.devnull, "w", closefd=not full)
+            # In both cases stdout becomes a new file object, without the line that failed
+            if e.errno in (errno.ENOSPC, errno.EDQUOT):
+                sys.stdout = open(sys.stdout.fileno(), "w", closefd=False)
+            else:
+                sys.stdout = open(os.devnull, "w")
 
 
 def print_error(text: str) -> None:
@@ -493,14 +496,14 @@ def on_rank_0(work, *args, group: Group = None):
 
 
 def patient_group() -> dist.ProcessGroup:
-    """Return a group of all ranks for work that may take one rank longer than --timeout. The
-    heartbeat still finds a rank that is dead. A collective of all ranks."""
+    """Return a group of all ranks with a timeout of 30 days, for work that may take one rank longer
+    than --timeout. The heartbeat still finds a rank that is dead. A collective of all ranks."""
     return dist.new_group(timeout=timedelta(days=30), backend="gloo")
 
 
 def check_same(facts: dict[str, object]) -> None:
-    """Raise ConfigError on all ranks if a fact differs between ranks. facts: name -> value, this
-    rank's, with the same names on all ranks. A collective of all ranks."""
+    """Raise ConfigError on all ranks if a fact differs between ranks. facts: this rank's values by
+    name; all ranks pass the same names. A collective of all ranks."""
     facts_of_rank_0, *facts_of_others = gather_objects(facts)
     for rank, facts_of_rank in enumerate(facts_of_others, 1):
         for name, value in facts_of_rank.items():

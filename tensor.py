@@ -57,8 +57,10 @@ class TensorParallel:
     """The tensor-parallel group of this rank, and what its ranks exchange in each mode.
 
     mtp is Megatron's tensor parallelism. msp adds Megatron's sequence parallelism: between a
-    layer's products, each rank has only t tokens of a sequence. fsp saves less than msp: only the
-    rank's own tokens of x. Its price is one more all-gather in backward.
+    layer's products, each rank has only t tokens of a sequence. (But Megatron gathers after the
+    norm, as fsp does. msp gathers x before the norm, so a layer's norms run on all T/sp tokens.)
+    fsp saves less than msp: only the rank's own tokens of x. Its price is one more all-gather in
+    backward.
 
     In the table, a "rows" product is a product with a matrix that is split by rows: a W^T, where
     the product's prologue (ops.Prologue) computes a from x, usually a = norm(x). A "columns"
@@ -131,21 +133,22 @@ class TensorParallel:
             self.tp_prologue = self.gather_after
 
     def gather_tokens(self, x: Tensor) -> Tensor:
-        """Gather the tokens of all ranks: (B, t, C) -> (B, T/sp, C), or (t, C) -> (T/sp, C)."""
+        """Gather the tokens of the group's ranks: (B, t, C) -> (B, T/sp, C), or (t, C) -> (T/sp,
+        C)."""
         parts = x.new_empty(self.tp, *x.shape)  # (tp, B, t, C)
         all_gather(parts.flatten(0, 1), x.contiguous(), group=self.group)
         return parts.movedim(0, -3).flatten(-3, -2)  # a view if B is 1
 
     def all_reduce_tokens(self, x: Tensor) -> Tensor:
-        """Return the sum of x (B, T/sp, C) over all ranks. x itself stays as it is, because others
-        may use it: dy, for example, is also the gradient of the residual stream."""
+        """Return the sum of x (B, T/sp, C) over the group's ranks. x itself stays as it is, because
+        others may use it: dy, for example, is also the gradient of the residual stream."""
         x = x.clone()
         dist.all_reduce(x, group=self.group)
         return x
 
     def reduce_scatter_tokens(self, x: Tensor) -> Tensor:
-        """Sum over all ranks, and return this rank's tokens of the sum: (B, T/sp, C) -> (B, t, C),
-        or (T/sp, C) -> (t, C)."""
+        """Sum over the group's ranks, and return this rank's tokens of the sum: (B, T/sp, C) ->
+        (B, t, C), or (T/sp, C) -> (t, C)."""
         parts = x.unflatten(-2, (self.tp, -1)).movedim(-3, 0).contiguous()  # (tp, B, t, C)
         part = torch.empty_like(parts[0])
         reduce_scatter(part, parts.flatten(0, 1), group=self.group)

@@ -52,8 +52,8 @@ Legend: there are pp * dp * sp * tp ranks: pp stages of a pipeline, dp data-para
 ranks that share a sequence, tp ranks that share each layer's matrices. M micro-batches per step and
 rank, B sequences per micro-batch, b = M * B sequences per rank, T tokens per sequence. A rank holds
 T/sp tokens of each sequence, and passes q, k and v of these to attention. In the embedding, the
-norms, the residual stream and the loss it has n tokens of each sequence: n = T/sp, or T/sp/tp if
---tp-mode splits tokens among the tp ranks, too.
+residual stream, the final norm and the loss it has n tokens of each sequence: n = T/sp, or T/sp/tp
+if --tp-mode splits tokens among the tp ranks, too.
 
 Left out: generation, which is sample.py's work.
 """
@@ -186,10 +186,10 @@ from streams import (
 )
 from tensor import TensorParallel, check_tensor_parallel, split_model
 
-LONGEST_ON_CPU = 2**14  # tokens of a sequence, if a run falls back to the CPU
+LONGEST_ON_CPU = 2**14  # the longest --seq with which --device auto falls back to the CPU
 EVAL_SEQUENCES = 64  # an evaluation runs at most this many sequences
 MAX_SKIPS = 5  # the run ends after this many non-finite steps in a row
-MOST_SECONDS_LEFT = 10**9  # a time left that is longer, of about 30 years, is printed as this
+MOST_SECONDS_LEFT = 10**9  # about 30 years. If more time is left, this is printed
 
 # ---------------------------------------------------------------------------- flags
 
@@ -410,13 +410,13 @@ def resumed_flags(command_flags: dict, old: dict) -> Config:
             f"--resume: the flags in the checkpoint's meta.json are invalid: {e}"
         ) from e
 
+    def source_of(init: str) -> tuple[bool, Path]:
+        """Return whether the weights are imported, and the folder, which may be spelt in two
+        ways."""
+        return init.startswith("hf:"), Path(init.removeprefix("hf:")).resolve()
+
     init = command_flags.get("init", old["init"])
-    # whether it is an import, and its folder, which may be spelt in two ways
-    source, old_source = (
-        (text.startswith("hf:"), Path(text.removeprefix("hf:")).resolve())
-        for text in (init, old["init"])
-    )
-    if source != old_source:
+    if source_of(init) != source_of(old["init"]):
         raise ValueError(
             f"--init {init}: --init cannot change on resume, and the run began with --init "
             f"{old['init']}. Drop --init"
@@ -578,9 +578,12 @@ def automatic_warmup(cfg: Config, steps: int) -> int:
 def check_schedule_fits(
     cfg: Config, warmup: int, steps: int, start_step: int, decides_end: bool
 ) -> None:
-    """Raise ValueError if the schedule's `steps` are too few for the warm-up, or for the warm-up
-    and the decay of wsd together. decides_end: whether this command decides where the schedule
-    ends. If it does not, the decay was checked by the command that did."""
+    """Raise ValueError if the schedule's `steps` are too few for --warmup, or for the warm-up and
+    the decay of wsd together. A warm-up that --warmup auto chose may be longer than the schedule:
+    then the run ends inside it.
+
+    decides_end: whether this command decides where the schedule ends. If it does not, the command
+    that did has checked the decay."""
     checks_decay = SCHEDULES[cfg.schedule].stable and decides_end
     decay = decay_length(cfg.decay_steps, steps)
     if cfg.warmup is not None and warmup > steps:
@@ -657,7 +660,7 @@ def choose_device(cfg: Config, local_rank: int) -> torch.device:
 
     Raises ValueError in three cases: this node has fewer GPUs than processes, --device auto finds
     no GPU and a step would take hours on the CPU, or PyTorch is too old."""
-    # without what follows the numbers, as in 2.11.0a0+hash, a version of NVIDIA's containers
+    # `release` has only the numbers. NVIDIA's containers have versions such as 2.11.0a0+hash
     if Version(torch.__version__).release < (2, 11):
         raise ValueError(f"torch {torch.__version__} is too old: train.py needs at least 2.11")
     gpus = torch.cuda.device_count()
@@ -797,7 +800,8 @@ def choose_model(
     the last two  as find_model returns them
 
     Raises ValueError, for example if the checkpoint to resume is of another model. Only one flag
-    may change the model on resume: --rope-scaling may add a scaling, or extend one of its own kind.
+    may change the model on resume: --rope-scaling may add a scaling, extend one of its own kind, or
+    set another base.
     """
     name, model, source, read_weights = find_model(cfg, device, resumed)
     default_lrs = {"tiny": 3e-3, "160m": 6e-4, "auto": 2e-5}  # "auto": an imported model
@@ -827,9 +831,10 @@ def choose_model(
 def tokenise_sources(
     cfg: Config, model: ModelConfig, paths: list[str], own_folders: list[str]
 ) -> list[str]:
-    """Return the paths of the token files that --tokenizer makes of the text at these paths.
+    """Return the paths of the token files that --tokenizer makes of the text at these paths. A path
+    that has .bin files already is returned as it is.
 
-    Rank 0 writes them unless an earlier run has done so. The other ranks wait, which may take
+    Rank 0 writes the files unless an earlier run has done so. The other ranks wait, which may take
     hours. Raises ConfigError. A collective of all ranks.
     """
     # patient_group waits for up to 30 days. If rank 0 dies, its connections close, so the
@@ -880,9 +885,9 @@ def open_data(
     cfg: Config, model: ModelConfig, resumed: checkpoint.Checkpoint | None
 ) -> tuple[Config, Mixture, Mixture, dict]:
     """Return the flags, the training and validation sequences, and a fingerprint of the data files.
-    In the flags, document_token is no longer `auto`. resumed: no validation sequence is of tokens
-    that this checkpoint has trained on, as far as possible (warn_of_trained_validation). Raises
-    ConfigError. A collective of all ranks."""
+    In the flags, document_token is no longer `auto`. resumed: the validation sequences avoid the
+    tokens that this checkpoint has trained on, as far as the data suffice
+    (warn_of_trained_validation). Raises ConfigError. A collective of all ranks."""
     if cfg.special_tokens and not cfg.tokenizer:
         raise ConfigError(
             "--special-tokens: it says how --tokenizer reads text. Drop --special-tokens, or pass "
@@ -1013,7 +1018,7 @@ def choose_plans(
     own_gpu_bytes = planner.GPU_SHARE * min(total, cfg.gpu_memory or total)
     gpu_budgets = gather_objects(gpu_bytes or own_gpu_bytes)
     host_budgets = gather_objects(all_or_none(host_budget, per_node, cfg.host_memory))
-    processor = on_rank_0(hardware.processor_name)  # of rank 0, so that all ranks plan alike
+    processor = on_rank_0(hardware.processor_name)  # of rank 0, which plans for all ranks
     cluster = Hardware(
         world, per_node, profile, min(gpu_budgets), min(host_budgets), kernel, processor
     )
@@ -1064,8 +1069,9 @@ def make_meta(
 
     source: config.json of the imported model, or {}. schedule: from lay_out_schedule.
     """
-    # "config" has all that the losses depend on. This includes the number of CPU threads: each
-    # thread adds up a part of a sum, so their number changes how the sum is rounded
+    # "config" has what a resumed run compares (print_changes): the flags, the data, the schedule
+    # and the number of CPU threads. Each thread adds up a part of a sum, so their number changes
+    # how the sum is rounded
     config = asdict(cfg) | {
         "the data": data_fingerprint,
         "threads": torch.get_num_threads(),
@@ -1080,7 +1086,8 @@ def make_meta(
         "model": asdict(model),
         "source": source,
         "bytes_are_tokens": not cfg.tokenizer and reads_text(training),
-        # for each corpus so far, the token before which all tokens are training data of any --seq
+        # for each corpus of the run so far: where its training data end. --seq moves this end, so
+        # it is the latest one of all values of --seq so far
         "trained_to": trained_to,
     }
 
@@ -1362,8 +1369,8 @@ LAST_SHARE = 0.02  # if no more than this fraction of the host's memory is left,
 
 
 def host_memory_advice(smaller: float) -> str:
-    """Return what to do if host memory is short. smaller: the bytes per node that --host-memory
-    could be; no such flag helps if they are not positive."""
+    """Return what to do if host memory is short. smaller: the --host-memory to recommend, in bytes
+    per node. If it is 0 or less, no --host-memory is small enough, and none is recommended."""
     if smaller <= 0:
         return "End other processes"
     return f"End other processes, or pass --host-memory {flag_size(smaller)}"
@@ -1374,9 +1381,9 @@ def host_memory_watch(plan: costs.Plan) -> Iterator[None]:
     """Print a message before Linux kills this run because no host memory is left.
 
     While the `with` block runs, a thread on the first rank of each node watches how much memory is
-    left. When too little is left, it prints one warning: how much the plan takes, how much its own
-    process takes, and a --host-memory that would leave an eighth free. It does not stop the run,
-    because another process may hold the memory, and may free it.
+    left. When too little is left, it prints one warning: how much the plan takes, how much this
+    rank's process takes, and a --host-memory that would leave an eighth free. The thread does not
+    stop the run, because another process may hold the memory, and may free it.
     """
     finished = threading.Event()
     rank, per_node = dist.get_rank(), max(1, plan.per_node)
@@ -1528,8 +1535,9 @@ def build_model(run: Run, attention: Attention, groups: Groups) -> tuple[LLaMA |
 def make_layer_runners(
     run: Run, model: LLaMA, virtual_stages: list[range], order: list[Pass]
 ) -> list[Callable]:
-    """Return a function per virtual stage that runs its layers: on all tokens at once, or in token
-    chunks if the plan swaps or recomputes activations. Raises ValueError."""
+    """Return a function per virtual stage that runs its layers: in token chunks if the plan has an
+    ActivationPlan, otherwise on all tokens at once. (Chunks save memory even if an ActivationPlan
+    keeps all activations.) Raises ValueError."""
     plan = run.plan
     if plan.activations is None:
         return [run_blocks for _ in virtual_stages]
@@ -1562,7 +1570,7 @@ def cap_gpu(run: Run) -> None:
 
 def warn_of_short_gpu_memory(run: Run) -> None:
     """Print a warning if a plan needs more GPU memory than CUDA, NCCL's communicators and other
-    programs leave. The planner reserves a fixed share for them (planner.GPU_SHARE). A collective of
+    programs leave. The planner leaves them a fixed share, 1 - planner.GPU_SHARE. A collective of
     all ranks, after the communicators are made."""
     if run.device.type == "cpu":
         return
@@ -1632,7 +1640,7 @@ def print_changes(run: Run) -> None:
         for name, value in run.meta["config"].items()
         if name not in NOT_INHERITED and old.get(name) != value
     ]
-    # "the data" in config has names and numbers of tokens, but not the tokens themselves
+    # "the data" in config is a checksum of names and numbers of tokens, but not of the tokens
     known = run.resumed.meta["trained_to"]
     new = [s.corpus for s in run.training.sources if s.corpus.content not in known]
     if new:
@@ -1718,8 +1726,8 @@ class Batch:
     documents: Sequence[Documents | None] = (None,)
     # mean of 2k - 1 over the tokens of all ranks, if a token attends to k keys (valid_label_scale)
     keys_seen: Tensor | None = None
-    # 0 if all labels of all ranks are IGNORE. Then the cross-entropy and its gradients are 0. The
-    # step updates the weights nevertheless, by weight decay and by what the moments hold
+    # the number of valid labels of all ranks. If it is 0, the cross-entropy and its gradients are
+    # 0. The step updates the weights nevertheless, by weight decay and by what the moments hold
     valid_labels: Tensor | None = None
     read_error: str = ""  # why this rank could not read all of its sequences
 
@@ -1764,9 +1772,10 @@ def run_step(
                            shards, unit by unit           which goes on during the next forward
 
     forward_backward does this for each micro-batch; with a pipeline, in the order of
-    pipeline.pipeline_order. Before each use of a Matrix, its unshard waits for param_gather. In
-    backward its add_grad launches grad_scatter. If optimizer states are on the host, the optimizer
-    itself runs on the stream host_update, and overlaps with the next forward, too.
+    pipeline.pipeline_order. Before each use of a Matrix, its unshard waits for param_gather, or for
+    param_broadcast if p = 1. In backward its add_grad launches grad_scatter. If optimizer states
+    are on the host, the optimizer itself runs on the stream host_update, and overlaps with the next
+    forward, too.
     """
     states.begin_step()
     loss = model.forward_backward(batch.micro_batches())
@@ -1801,7 +1810,7 @@ def run_planned(
         return run_step(model, states, batch, lr, clip)
 
     # Everything that changes from step to step must be an argument of `step`: a CUDA graph gets new
-    # values only through its inputs. There are no documents, which check_documents refuses
+    # values only through its inputs. Documents are missing, because check_documents refuses them
     def step(lr, *tensors):
         return run_step(model, states, Batch(*tensors), lr, clip)
 
@@ -1845,7 +1854,7 @@ def load_batch(run: Run, first: int, read: Callable | None = None, count: int = 
     windows, counts, read_error = read_windows(run, numbers, read or run.training.sample)
 
     # which tokens of each sequence this rank has: in attention sp_tokens (T/sp,), and in embedding,
-    # norms, residual stream and loss own_tokens (n,)
+    # residual stream, final norm and loss own_tokens (n,)
     sp_tokens = sequence_positions(plan.seq, plan.sp, plan.ring, run.coordinates.sp_rank)
     own_tokens = select_tp_tokens(run, sp_tokens)
     tokens = windows[:, own_tokens]  # (b, n)
@@ -1905,7 +1914,7 @@ def make_labels(run: Run, windows: Tensor, counts: Tensor, own_tokens: Tensor) -
     ahead = run.labels_ahead
     labels = torch.stack([windows[:, own_tokens + 1 + i] for i in range(ahead)], -1)
     label_counts = torch.stack([counts[:, own_tokens + 1 + i] for i in range(ahead)], -1)
-    # whether the token itself, or one between it and its label i, ends a document
+    # Label i lies in a later document if the token itself, or one between the two, ends a document
     ends_document = torch.stack(
         [windows[:, own_tokens + i] == run.cfg.document_token for i in range(ahead)], -1
     )
@@ -1946,7 +1955,8 @@ def document_positions(
 
 def valid_label_scale(run: Run, labels: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return three numbers for a Batch: scale, which is 1 / number of valid labels of all ranks;
-    keys_seen, which flops_per_token needs; and the number of valid labels itself.
+    keys_seen, which flops_per_token needs; and the number of valid labels itself. If a token has
+    several labels (labels_ahead), only its first label counts.
 
     keys_seen is the mean over all tokens of 2k - 1, where k is the number of keys that a token
     attends to. At position i this is k = i + 1, so 2k - 1 = 2i + 1. Example: in a sequence of 4
@@ -2106,6 +2116,7 @@ def evaluate(run: Run, model: LLaMA | Pipeline, stop: Stop) -> dict:
             raise ConfigError(error)
         if stop.agree_on(max(requests)):
             return {}
+        # the batch is one micro-batch. per_token needs no scale
         [(tokens, labels, _, positions, documents)] = batch.micro_batches()
         losses = model(tokens, labels, None, positions, documents, per_token=True)  # (B, n)
         valid = (labels if run.labels_ahead == 1 else labels[..., 0]) != IGNORE
@@ -2227,7 +2238,8 @@ def host_peak_gib() -> float:
 
 
 def wait_for_step(step_stats: dict[str, Tensor]) -> dict[str, float]:
-    """Return the statistics of a step as numbers. Here the host waits for the step, in one copy.
+    """Return the statistics of a step as numbers. One copy brings them all to the host, and the
+    host waits for it until the step is done.
 
     step_stats: 0-dim tensors on the device. "finite" must be equal on all ranks, because ranks
     decide by it whether to stop. Of the other tensors, the values of rank 0 are logged.
@@ -2363,7 +2375,7 @@ def draw_losses(log: Path) -> None:
         by_position.plot(*points, ".-", label=f"step {row['step']}")
         by_position.legend()
     by_position.set(
-        xlabel="position in the document (first one of each bin)",
+        xlabel="position in the sequence or document (first one of each bin)",
         ylabel="validation loss, nats per token",
         xscale="symlog",
     )
@@ -2434,7 +2446,8 @@ def begin_loop(
     log: TextIO,
     state: LoopState,
 ) -> Batch | None:
-    """Load the first batch and return it. If no step is left, only evaluate, and return None.
+    """Load the first batch and return it. If no step is left, evaluate if --eval-every is above 0,
+    and return None.
 
     Sets the reason to stop if the batch cannot be read, or if the ranks are asked to stop. A
     collective of all ranks.
@@ -2493,8 +2506,9 @@ def end_loop(run: Run, states: States, stop: Stop, log: TextIO, state: LoopState
     drawn = close_log(run, log, draw=not stop.reason)
     if cfg.export and state.step >= cfg.steps and state.skips_in_a_row < MAX_SKIPS:
         # without a checkpoint of this step, a later command could not export it
-        can_wait = state.is_saved and not saver.failed
-        if can_wait and stop.ask_before_export() and stop.time_is_up:
+        can_export_later = state.is_saved and not saver.failed
+        # only --stop-after puts the export off. After a signal it still runs
+        if can_export_later and stop.ask_before_export() and stop.time_is_up:
             print0(
                 f"{stop.reason}. So step {state.step} was not exported. To export it: the same "
                 "command with --resume and a longer --stop-after"
