@@ -383,21 +383,23 @@ def build_step(row: Row, run: Run) -> Step:
 
 
 def timed_steps(bench: Bench, run: Run) -> int:
-    """Return how many steps of a row are timed: as many as take 20 seconds by prediction, but at
-    most 10 (on a CPU, 3) and at least 3. Of steps longer than 20 seconds, only 1 is timed.
+    """Return how many steps of a row are timed. Steps that should take more than 20 seconds: 1.
+    Other steps on a CPU: 3. On a GPU: as many as should take 20 seconds together, but 3 to 10.
 
     The median of three steps leaves out one that something else on the machine slowed down."""
     if run.plan.step_s > 20:
         return 1
-    return max(3, min(10 if bench.gpu else 3, int(20 / run.plan.step_s)))
+    if not bench.gpu:
+        return 3
+    return max(3, min(10, int(20 / run.plan.step_s)))
 
 
 def shallow_run(run: Run) -> Run:
     """Return the run of a model with two layers, or one per virtual stage, and otherwise with the
     plan of this run. So its step uses the same kernels on the same shapes.
 
-    Its layers swap nothing, and recompute all chunks but one. That needs the least memory, and runs
-    the kernels of recomputation, too."""
+    Its layers swap nothing, and recompute all chunks. (One chunk is kept if this run keeps or swaps
+    any.) That needs the least memory, and runs the kernels of recomputation, too."""
     plan = run.plan
     layers = max(2, plan.pp * plan.pp_chunks)
     plan = replace(
@@ -425,8 +427,10 @@ def time_step(bench: Bench, step: Step, warm: bool = False) -> list[float]:
     if step.memory:
         # replay.py records the third step, and may capture the fourth as a CUDA graph
         warm_up_steps = 4
+    elif repeats > 5:
+        warm_up_steps = 3
     elif repeats > 3:
-        warm_up_steps = 3 if repeats > 5 else 1
+        warm_up_steps = 1
     else:
         warm_up_steps = 0  # steps are long, so the one that `clock` does not count is enough
     for _ in range(warm_up_steps):
@@ -521,7 +525,7 @@ def measure_row(bench: Bench, row: Row, look: Callable) -> dict:
             timed = time_step(bench, step, warm)
             result |= look(bench, step)
         except (torch.OutOfMemoryError, ConfigError, ImportError) as e:
-            timed = [math.inf]  # it was timed, but `look` failed
+            timed = [math.inf]  # again, because `look` may have failed after the step was timed
             result["error"] = str(e)[:600]
             print0(f"{row.label}: {result['error']}")
 
@@ -537,8 +541,9 @@ def measure_row(bench: Bench, row: Row, look: Callable) -> dict:
         if bench.gpu:
             result["gpu_gib"] = max(gather_objects(train.gpu_peak_gib()))
             result["reserved_gib"] = torch.cuda.max_memory_reserved() / GIB
-            # how often, since the warm-up, the allocator found no room for a tensor, and gave its
-            # unused memory back to the GPU. That waits for all kernels
+            # how often the allocator found no room for a tensor, and gave its unused memory back
+            # to the GPU, which waits for all kernels. It counts from the last release(): after the
+            # warm-up steps of time_step or, if there are none, before the step was built
             result["cache_flushes"] = torch.cuda.memory_stats()["num_alloc_retries"]
         # host_rank_gib: the measured peak of the rank that took most. (host_gib is what is planned
         # for a whole node, without what Python, PyTorch and CUDA take for themselves)
@@ -575,8 +580,8 @@ def reset_host_peak() -> bool:
 
 @contextlib.contextmanager
 def allocator_settings(row: Row) -> Iterator[None]:
-    """Turn PyTorch's expandable segments off if a row says so. At the end, set the allocator again
-    as the environment or, by default, train.py sets it."""
+    """Turn PyTorch's expandable segments off if a row says so. At the end, restore the setting of
+    the environment. If the environment has none, restore that of train.py."""
     if row.expandable_segments:
         yield
         return
@@ -637,8 +642,9 @@ class Table:
     # the rows, or a function of (bench, the flags that the rows share) that returns them
     rows: list[Row] | Callable[[Bench, str], list[Row]]
     flags: str = ""  # shared by all rows
-    # All rows are measured with each of these texts of flags in turn. --seq 64K,128K replaces each
-    # --seq in them by --seq 64K and --seq 128K (variants_of)
+    # All rows are measured with each of these texts of flags in turn. If the command has --seq
+    # 64K,128K, each text is used with both lengths, and a --seq in the text is dropped.
+    # See variants_of
     variants: tuple[str, ...] | list[str] = ("",)
     takes: str = ""  # flags that this table accepts, besides --host-memory and --gpu-memory
     look: Callable = lambda *_: {}  # look(bench, step) returns what else a row reports
@@ -786,7 +792,7 @@ def kind_of(name: str) -> str:
 
 
 def by_kind(events: Iterable) -> dict[str, list]:
-    """Return (begin, end, name) of a profile's events on this GPU, sorted, by their kind."""
+    """Return, for each kind, the sorted (begin, end, name) of its events on this GPU."""
     spans = {kind: [] for kind in ("computation", *KINDS.values(), "other streams")}
     kernels = collections.defaultdict(list)  # stream -> spans of its computation kernels
     for e in events:
@@ -832,8 +838,8 @@ def profiled(bench: Bench, step: Step) -> dict:
 
 def waits_of(spans: dict[str, list]) -> dict:
     """Return the milliseconds in which the compute stream was idle between its first and its last
-    kernel, and those in which each kind of copy ran. "waits" lists the five pairs of neighbouring
-    kernels with the longest idle time between them, summed over all gaps of a pair."""
+    kernel, and those in which each kind of communication or copy ran. "waits" lists the five pairs
+    of neighbouring kernels with the longest idle time between them, summed over a pair's gaps."""
     computation = spans["computation"]
     waits = collections.Counter()
     _, busy_until, last_kernel = computation[0]
@@ -1350,11 +1356,13 @@ def parse() -> argparse.Namespace:
         kind = {"action": "store_true"} if name == "quick" else {}
         parser.add_argument(planner.flag_name(name), help=f"{text} ({', '.join(takers)})", **kind)
     args = parser.parse_args()
-    args.given = {
-        name: f"{planner.flag_name(name)} {quote(str(value))}".removesuffix(" True")
-        for name, value in vars(args).items()
-        if value and name in BENCH_FLAGS | TRAIN_FLAGS
-    }
+    args.given = {}
+    for name in BENCH_FLAGS | TRAIN_FLAGS:
+        value = getattr(args, name)
+        if value is True:  # --quick, which takes no value
+            args.given[name] = planner.flag_name(name)
+        elif value:
+            args.given[name] = f"{planner.flag_name(name)} {quote(str(value))}"
     args.flags = " ".join(text for name, text in args.given.items() if name in TRAIN_FLAGS)
     try:
         check(args, tables[args.table])
@@ -1438,7 +1446,7 @@ def measure_table(bench: Bench, args: argparse.Namespace) -> None:
     table = tables_here()[args.table]
     print0(f"Table {args.table}: {table.does}. {duration(args, bench)}")
     print0(all_or_none(kernel_note, bench))
-    print0(f"Each row is written to {bench.file} when it is done; Ctrl-C keeps those that are.")
+    print0(f"Each row is written to {bench.file} when it is done. Ctrl-C keeps these rows.")
     model = "7b" if bench.gpu else "tiny"
     stopped = False
     try:
@@ -1617,9 +1625,8 @@ def main() -> None:
     if not args.profile:
         command = " ".join([args.table, *args.given.values()])
     file = results_file(args, gpu, hardware)
-    on_rank_0(
-        train.try_folder, file.parent, "the folder of results"
-    )  # fails now rather than after the first row
+    # if the folder cannot be written, the command fails here rather than after the first row
+    on_rank_0(train.try_folder, file.parent, "the folder of results")
 
     about = {
         "hardware": hardware,

@@ -895,8 +895,9 @@ class Corpus:
     @functools.cached_property
     def content(self) -> str:
         """Text that tells corpora apart: the number of tokens, and a checksum of the lengths of all
-        files and of the first, the middle and the last 32K tokens of at most 1,000 files. Names do
-        not enter it, so files may move. Raises OSError."""
+        files and of the first, the middle and the last 32K tokens of at most 1,000 files. Which of
+        these tokens may be labels enters the checksum, too. Names do not, so files may move.
+        Raises OSError."""
         crc32 = zlib.crc32(repr([file.count for file in self.files]).encode())
         for file in self.files[:: math.ceil(len(self.files) / 1000)]:
             count = min(file.count, 2**15)
@@ -1173,8 +1174,9 @@ def split(
     The validation sequences come from `val`. If it is None, they are the last twentieth of the
     corpus's windows, rounded down, but at least one window. check_lengths must allow --seq.
 
-    trained_to: the token before which a resumed run has already trained, with another --seq. If
-    there is room for a window after it, the validation sequences begin there.
+    trained_to: a resumed run has already trained on the tokens before this one, perhaps with
+    another --seq. If the last twentieth begins before this token, and there is room for a window
+    after it, the validation sequences begin at this token instead.
     """
     assert seq <= longest_seq(corpus, val)
     windows = (len(corpus) - 1) // seq
@@ -1198,7 +1200,7 @@ def block_shares(sources: list[Source]) -> list[int]:
     the shares with the largest fractional parts are rounded up. For example, three equal weights
     give 334, 333 and 333. Raises ValueError if a source gets no samples.
     """
-    # by the largest weight, because the sum of huge weights would be infinite
+    # the weights are divided by the largest one, because the sum of huge weights would be infinite
     largest = max(source.weight for source in sources)
     relative = [source.weight / largest for source in sources]
     total = math.fsum(relative)
@@ -1252,8 +1254,9 @@ class Mixture:
     @property
     def count(self) -> int:
         """About how many samples of the mixture it takes to draw every window of every source."""
-        counts = zip(self.sources, self.shares)
-        return max(math.ceil(source.count * sum(self.shares) / share) for source, share in counts)
+        total = sum(self.shares)
+        pairs = zip(self.sources, self.shares)
+        return max(math.ceil(source.count * total / share) for source, share in pairs)
 
     def place(self, i: int) -> tuple[int, int]:
         """Return (k, j): sample i of the mixture is sample j of source k."""

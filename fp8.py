@@ -12,10 +12,10 @@ Scales are computed from the tensor itself each time (dynamic scaling), so nothi
 one step to the next, and a checkpoint holds nothing of it. A product of A (M, K) and B (N, K) sums
 over K, and element (m, n) is multiplied by the scales of row m of A and row n of B:
 
-    product     operands with a scale per row       accumulation      shape of the result
-    y = a W^T   a (N, cols)      W (rows, cols)     fast              (N, rows)
-    da = dy W   dy (N, rows)     W^T (cols, rows)   in float32        (N, cols)
-    dW = dy^T a dy^T (rows, N)   a^T (cols, N)      in float32        (rows, cols)
+    product       operands with a scale per row       accumulation      shape of the result
+    y = a W^T     a (N, cols)      W (rows, cols)     fast              (N, rows)
+    da = dy W     dy (N, rows)     W^T (cols, rows)   in float32        (N, cols)
+    dW = dy^T a   dy^T (rows, N)   a^T (cols, N)      in float32        (rows, cols)
 
 "fast" means that tensor cores add up with fewer bits than float32 has. Example: if a8 and W8 are
 the float8 values, y[5, 7] is the sum over k of a8[5, k] W8[7, k], times scale_a[5] * scale_W[7].
@@ -29,7 +29,8 @@ parts of a row, they agree on its scale first (an all-reduce of maxima). So no s
 What stays in the model's dtype: embedding, head and loss; attention; norms and the residual stream;
 gathers of parameters and reductions of gradients; a matrix whose sizes are no multiples of 16,
 which tensor cores need; a matrix with cut="whole" (a gate, or one matrix of each adapter). If
-several products add up to dW, each is rounded to bf16, and the sum is kept in float32.
+several products add up to dW, each is rounded to bf16, and the sum is kept in float32. (With
+--grad-sums dtype, gradients of micro-batches add up in bf16.)
 
 How an operand is cast on a GPU. The rows of `a` are cast by the kernel that computes a (a norm,
 SwiGLU): torch.compile fuses the two. The rows of W are cast by a compiled kernel (cast_rows). W^T
@@ -186,7 +187,7 @@ def product(
 
 @compiled(writes=True)
 def add_into(out: Tensor, dw: Tensor) -> None:
-    """Add dW to a sum of gradients, which is float32 unless --grad-sums dtype is set."""
+    """Add dW to a sum of gradients. weight_grad_into says which dtype the sum has."""
     out.add_(dw)
 
 
@@ -198,7 +199,8 @@ def weight_grad_into(
     operands: casts of dy^T (rows, N) and of x^T (cols, N).
 
     The product is rounded to `dtype`. Then it is added in out's dtype, which is float32 if several
-    products add up, unless --grad-sums dtype is set.
+    products add up. There is one exception: with --grad-sums dtype, whole gradients of
+    micro-batches add up in `dtype`. Token chunks still add up in float32.
     """
     if out is None or (beta == 0 and out.dtype == dtype):
         return product(dy_t, x_t, dtype, out=out)

@@ -53,7 +53,8 @@ PASSES = ("forward", "backward")
 # ...": attention's kernel and the all-to-alls of one head group in that pass
 HEAD_GROUP_LAUNCHES = ("head group forward", "head group backward")
 LAUNCHES = (*PASSES, *HEAD_GROUP_LAUNCHES)
-# all kernels of a layer whose products run in float8, which are more. Only if the GPU has float8
+# The same as "forward" and "backward" for a layer whose products run in float8, which has more
+# kernels. Only if the GPU has float8
 FLOAT8_LAUNCHES = ("fp8 forward", "fp8 backward")
 OVERLAPS = ("collectives", "all_to_all")
 Points = list[list[float]]  # each [size, rate] or [tokens, width, rate], in ascending order
@@ -348,6 +349,9 @@ def find_profile(device_name: str, per_node: int) -> Profile:
           another GPU                                         scaled (add_network)
         nothing, but a data sheet        A100, 8 per node     h200x8, scaled
         nothing, and no data sheet       H20, 8 per node      h200x8 as it is
+
+    A profile that was measured on one GPU has no rates of the network. It takes them from a profile
+    of the H200, also in the first row (add_network).
 
     If a whole profile is scaled or borrowed, its name says so. Of profiles for nodes of the same
     size, the one that was measured last is returned, for example your own. A MIG slice gets the

@@ -3,7 +3,8 @@
     torchrun --nproc_per_node 8 bench.py --profile NAME
 
 This command runs every measurement of `Machine` on all ranks at the same time, and writes a
-hardware.Profile to results/profiles/NAME.json. Each measurement is one method:
+hardware.Profile to results/profiles/NAME.json (on a CPU to out/results/profiles/NAME.json). Each
+measurement is one method:
 
     product_rates       FLOP/s of matrix products, by tokens and width
     attention_rates     FLOP/s of each attention kernel that runs here, by sequence length

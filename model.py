@@ -51,7 +51,8 @@ the right. The first one is for a layer that runs whole, on all of its tokens at
     forward    model.LLaMA.run_layers                 x = run_layer(i, x)
                model.run_block                        pre, attention, post
                  model.Block.pre
-                   ops.project(qkv, norm, x, ...)     matrix.tp_input: nothing, or tensor.py's
+                   ops.project(qkv, norm, x, ...)     calls matrix.tp_input, which does nothing
+                                                      without --tp (tensor.py)
                      ops._Project.forward             calls ops.Products.forward: n = norm(x)
                        shard.States.unshard(qkv)      if p > 1, launches the gathers of layer
                                                       i + 1; waits for qkv's weight W
@@ -158,7 +159,8 @@ class ModelConfig:
     # how rotary frequencies are scaled, in Hugging Face's keys (see ROPE_KEYS); {}: not at all.
     # hash=False, because functools.cache hashes a ModelConfig, and a dict cannot be hashed
     rope_scaling: dict = field(default_factory=dict, hash=False)
-    max_positions: int = 4096  # the trained length, times the factor of rope_scaling if it has one
+    # the number of positions that the model supports: max_position_embeddings of config.json
+    max_positions: int = 4096
     tied: bool = False  # the head is the embedding: one matrix with two uses
     qkv_bias: bool = False  # biases of q, k and v (Qwen2)
     qk_norm: bool = False  # norms of each head of q and k, before the rotation (Qwen3)

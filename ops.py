@@ -33,7 +33,8 @@ between forward and backward:
 
 On a GPU, `compiled` fuses the element-wise operations and row sums of a norm or of SwiGLU into one
 kernel; a CPU runs them as they are written. If several contributions to a gradient are added up,
-the sum is kept in float32 (`weight_grad_into`).
+the sum is kept in float32 (`weight_grad_into`). There is one exception: with --grad-sums dtype,
+gradients of micro-batches add up in the model's dtype.
 
 offload.py calls these operators itself, inside a backward pass. Two context managers change what
 they do there: `recomputation` (a forward pass runs again) and `deferred_weight_grads` (dW is
@@ -279,8 +280,9 @@ def weight_grad_into(dy: Tensor, x: Tensor, out: Tensor | None, beta: int) -> Te
 
     This is the gradient of W (rows, cols) in y = x W^T: dy (N, rows), x (N, cols). beta=0 ignores
     what `out` holds; out=None returns a new tensor, in dy's dtype. `out` has dy's dtype or a wider
-    one: float32 if several contributions add up. The product then takes no longer than with a bf16
-    result, since tensor cores accumulate in float32 anyway.
+    one: float32 if several contributions add up (except micro-batches with --grad-sums dtype).
+    With a float32 `out` the product takes no longer than with a bf16 one, since tensor cores
+    accumulate in float32 anyway.
     """
     if out is None:
         return dy.t() @ x
@@ -574,14 +576,18 @@ class UnreadProduct(Tensor):
     it is a term of. Its values are NaN.
 
     It may be added to another tensor, because the gradients of a sum do not depend on its terms. It
-    may also say its shape. Any other operator raises ProductIsReadError. NaN alone would not be
-    enough: a comparison makes an ordinary bool of it.
+    may also say its shape, dtype and device. Any other operator raises ProductIsReadError. NaN
+    alone would not be enough: a comparison makes an ordinary bool of it.
     """
 
     SUMS = {torch.add, Tensor.add, Tensor.__add__, Tensor.__radd__}
     SAY_SHAPE = {
-        *(Tensor.size, Tensor.dim, Tensor.shape.__get__, Tensor.ndim.__get__),
-        *(Tensor.dtype.__get__, Tensor.device.__get__),
+        Tensor.size,
+        Tensor.dim,
+        Tensor.shape.__get__,
+        Tensor.ndim.__get__,
+        Tensor.dtype.__get__,
+        Tensor.device.__get__,
     }
 
     @classmethod

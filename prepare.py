@@ -1136,7 +1136,8 @@ class Conversations:
 
         nothing = "(?!)"  # matches nowhere, if there are no special tokens
         self.special = re.compile("|".join(names) or nothing)
-        # Like self.special, but with this white space. The group makes re.split keep the tokens
+        # Like self.special, but with the white space that a token takes in. The group makes
+        # re.split keep the tokens
         self.splitter = re.compile("(" + ("|".join(names_with_spaces) or nothing) + ")")
 
     # ---- the text of a conversation
@@ -1546,13 +1547,17 @@ def write(settings: Settings, out: Path, workers: int) -> Progress:
     """Write OUT, its sidecar OUT.json and its mask. Continue where the same command was
     interrupted. Return the final progress, which counts tokens, documents and labels.
 
-    Errors, and what becomes of OUT.partial:
+    Errors, and what becomes of the folder OUT.partial:
 
-        ValueError   the content of an input is wrong, or a source has changed: it is removed
-        ValueError   OUT, another sidecar or another mask exists, another command writes OUT now,
-                     OUT.partial belongs to another command, or its content does not have the
-                     checksum in progress.json: it stays
-        OSError      a file cannot be read or written: it stays, and the same command can continue
+        error        cause                                                  OUT.partial
+        ValueError   the content of an input is wrong, a source has         is removed
+                     changed, or a new day has begun (commit)
+        ValueError   OUT, another sidecar or another mask exists, another   stays
+                     command writes OUT now, OUT.partial belongs to
+                     another command, or its content does not have the
+                     checksum in progress.json
+        OSError      a file cannot be read or written, or a worker died     stays, and the same
+                                                                            command continues
     """
     paths = outputs_of(out)
     for path in paths.values():

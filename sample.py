@@ -133,7 +133,8 @@ def tokens_of(folder: Path, end_token: int, add_special_tokens: bool) -> Vocabul
     before a text, such as <s>. prepare.py and train.py do not put them before documents.
 
     If a prompt spells a special token, it becomes that token, as a prompt for a chat needs it. In
-    training this is so only with --chat or --special-tokens. Otherwise training reads it as text.
+    training this is so only with --special-tokens, and for the tokens that a chat template writes
+    (prepare.py --chat). Otherwise training reads it as text.
     The decoded text has all special tokens, except those that the tokenizer put before the prompt.
     """
     if not folder.exists():
@@ -208,7 +209,8 @@ class Loaded:
     model: LLaMA
     folder: Path  # from which it was read
     positions: int  # the most tokens that a text may have, prompt included
-    # tokens per training sequence. For an import they are not known: it is the model's positions
+    # Tokens per training sequence. Those of an import are not known. So for an import, and for a
+    # run that began with one, this is the number of the model's positions
     trained_length: int
     vocabulary: Vocabulary
 
