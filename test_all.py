@@ -1569,6 +1569,7 @@ PICKED = [
 1 dtype=bf16 micro=2 sums=dtype products=fp8 moments=bf16
 2 dtype=bf16 micro=2 sums=dtype p=2 g=2 os=2 block=norms
 2 dtype=bf16 micro=2 sums=dtype os=2 place=both frozen=some
+2 dtype=bf16 micro=2 os=2 layout=inter                # the sum over replicas is cast back
 """.strip().splitlines()
 ]
 COVER = [

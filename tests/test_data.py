@@ -462,6 +462,10 @@ def test_data_held_out_stay_held_out(tmp_path, capsys):
     corpus, _ = data.open_corpus(f"{tmp_path}/a.bin")
     _, validation = data.split(corpus, None, 50, 0, trained_to=2185)
     assert (validation.first, validation.count) == (2185, 2)
+    # after token 2249 one window of 50 and its label fit, and after 2250 none
+    for trained_to, place in ((2249, (2249, 1)), (2250, (2150, 2))):
+        _, validation = data.split(corpus, None, 50, 0, trained_to=trained_to)
+        assert (validation.first, validation.count) == place
     assert "43 training and 2 validation" in run_on(50, 5)[2]
     # with 200 tokens no window fits after 2185. The last of 11 begins at 2000
     _, _, text = run_on(200, 6)
@@ -720,6 +724,42 @@ def test_data_masks_of_several_labels(tmp_path, monkeypatch, group):
         expected = np.where(counts, tokens, m.IGNORE)
         assert labels[i, :, 0].tolist() == expected[1:9].tolist()
         assert labels[i, :, 1].tolist() == expected[2:10].tolist()
+
+
+def test_a_loss_with_other_parts_is_logged_without_labels(tmp_path, monkeypatch):
+    """If a fork's loss has a part that needs no labels, the log has this part when no label counts.
+
+    Catches a loss that is lost because the cross-entropy has no labels.
+    """
+
+    class Penalised(m.LLaMA):
+        def apply_head(self, x, *args):
+            return super().apply_head(x, *args) + 0.01 * x.square().mean()
+
+    monkeypatch.setattr(train, "LLaMA", Penalised)
+    path = write_ids(tmp_path / "ids.bin", np.arange(4000) % 200, mask=np.zeros(4000))
+    main(f"--data {path} --seq 32 --batch 1 --steps 2 --eval-every -1 --out {tmp_path}/o")
+    assert all(row["loss"] for row in read_log(tmp_path / "o"))
+
+
+def test_an_evaluation_counts_first_labels(tmp_path, monkeypatch):
+    """A model that predicts several tokens has the val_loss of its first label, as the plain model.
+
+    Catches a mean over the tokens whose last label counts.
+    """
+
+    class Ahead(m.LLaMA):
+        labels_ahead = 2
+
+        def apply_head(self, x, labels, *args):
+            return super().apply_head(x, labels[..., 0], *args)
+
+    flags = "--steps 0 --eval-every 1 --dtype fp64 --document-token 10 --out"
+    main(f"{flags} {tmp_path}/plain")
+    monkeypatch.setattr(train, "LLaMA", Ahead)
+    main(f"{flags} {tmp_path}/ahead")
+    expected, found = (read_log(tmp_path / name)[0]["val_loss"] for name in ("plain", "ahead"))
+    assert found == approx(expected, rel=1e-11)
 
 
 def test_data_of_no_labels_have_a_finite_loss(tmp_path, group):
@@ -1392,10 +1432,15 @@ def test_data_mixtures_say_which_source_is_not_evaluated(tmp_path, capsys):
     for name in ("a", "b"):
         (tmp_path / name).write_text("the grass is green\n" * 2000)
     spelt = f"--data {tmp_path}/a:300,{tmp_path}/b:1"
-    train.main(f"{QUICK_FLAGS} --steps 1 --eval-every 1 --out {tmp_path}/o {spelt}".split())
+    train.main(f"{QUICK_FLAGS} --steps 8 --eval-every 8 --out {tmp_path}/o {spelt}".split())
     of_sources = re.findall("source .*/([ab]): (.*)", capsys.readouterr().out)
     note = f"; none of the {train.EVAL_SEQUENCES} sequences of an evaluation is from it"
     assert [(name, note in text) for name, text in of_sources] == [("a", False), ("b", True)]
+    # a resumed run counts the epochs of the steps that were done before it, too
+    train.main(f"{QUICK_FLAGS} --steps 400 --dry-run --out {tmp_path}/new {spelt}".split())
+    expected = re.findall("[0-9.]+ epochs until step 400", capsys.readouterr().out)
+    train.main(f"--device cpu --steps 400 --resume --dry-run --out {tmp_path}/o {spelt}".split())
+    assert re.findall("[0-9.]+ epochs until step 400", capsys.readouterr().out) == expected != []
 
 
 def test_data_special_tokens_need_a_tokenizer(tmp_path):
@@ -1512,3 +1557,49 @@ def test_data_of_no_tokens_are_too_few(tmp_path):
     (tmp_path / "a" / "val.bin.json").write_text('{"token_bytes": 2}')
     said = run(f"--data {tmp_path}/a --seq 8 --out {tmp_path}/o", expect=1)
     assert re.search("val.bin has token ids, but .*a.txt is text", said)
+
+
+def test_data_several_labels_end_with_their_document(tmp_path, monkeypatch, group):
+    """With several labels per token, no label lies in a later document than its token, and the loss
+    is divided by the number of tokens whose first label counts.
+
+    Catches a label two tokens ahead that is predicted across the end of a document.
+    """
+    monkeypatch.setattr(m.LLaMA, "labels_ahead", 3)
+    ids = np.array([5, 6, 10, 7, 10, 10, 8, 9, 3, 4, 10, 2, 1] * 9)
+    corpus, _ = data.open_corpus(str(write_ids(tmp_path / "ids.bin", ids, document_token=10)))
+    sequences, _ = data.split(corpus, None, 16, 0, ahead=3)
+    plan = costs.Plan(m.MODELS["tiny"], torch.float32, 1, 1, 16, batch=2)
+    run = train.Run(train.Config(), 0, torch.device("cpu"), "cpu", plan, training=sequences)
+    batch = train.load_batch(replace(run, cfg=replace(run.cfg, document_token=10)), 0)
+    labels = batch.labels.flatten(0, 1)  # (2, T, 3)
+    for i in range(2):
+        tokens = sequences.sample(i).tokens.tolist()
+        for t, ahead in itertools.product(range(16), range(3)):
+            crosses = 10 in tokens[t : t + 1 + ahead]
+            expected = m.IGNORE if crosses else tokens[t + 1 + ahead]
+            assert labels[i, t, ahead] == expected, (i, t, ahead)
+    first_labels = (labels[..., 0] != m.IGNORE).sum().item()
+    assert batch.valid_labels == first_labels and batch.scale == approx(1 / first_labels)
+
+
+def test_data_of_the_same_size_are_told_apart(tmp_path):
+    """Data that differ only in their first, middle or last token, in a mask, or in where one file
+    ends, are different data to a resumed run.
+
+    Catches other data that a run goes on with as if it had seen half of them.
+    """
+    ids = np.zeros(200_000, int)
+    contents = []
+    for changed in ([], [0], [99_999], [199_999]):
+        edited = ids.copy()
+        edited[changed] = 1
+        path = write_ids(tmp_path / "ids.bin", edited)
+        contents.append(data.open_corpus(str(path))[0].content)
+    path = write_ids(tmp_path / "ids.bin", ids, mask=np.arange(200_000) != 0)
+    contents.append(data.open_corpus(str(path))[0].content)
+    for count in (100, 200):
+        write_ids(tmp_path / str(count) / "a.bin", ids[:count])
+        write_ids(tmp_path / str(count) / "b.bin", ids[count:])
+        contents.append(data.open_corpus(f"{tmp_path}/{count}")[0].content)
+    assert len({*contents}) == len(contents)

@@ -335,6 +335,11 @@ def test_saving_that_fails_ends_no_run(flags, tmp_path, capsys):
     with raises(SystemExit, match="step 7 was not saved: .* No space left"):
         main(f"{flags} {out} --steps 7 --resume")
     assert saved_steps(out) == [2, 6] and not [*out.glob("*.tmp")]
+    full = iter([fail_disk_full])  # only once: the last step is saved at the second try
+    on_file_event(f"{tmp_path}/once/step-00000006.tmp/rank", lambda: next(full, lambda: None)())
+    main(f"{flags} {tmp_path}/once")
+    assert "step 6 was not saved" in capsys.readouterr().out
+    assert saved_steps(tmp_path / "once") == [4, 6]
     on_file_event(
         f"{tmp_path}/gone/step-00000002.tmp/rank", lambda: shutil.rmtree(tmp_path / "gone")
     )

@@ -562,6 +562,11 @@ def test_data_that_goes_away(tmp_path):
     assert saved_steps(out) == [2, 3]
     main(f"{flags} --resume")
     assert [step for step, *_ in losses(out)] == [1, 2, 3, 4, 5, 6]
+    # if not even the first batch can be read, there is nothing to save
+    on_file_event(f"{tmp_path}/new/log.jsonl", lambda: os.truncate(words, 3000))
+    with raises(SystemExit, match=f"train.py: .*{message}"):
+        main(f"--data {words} --out {tmp_path}/new")
+    assert saved_steps(tmp_path / "new") == []
 
 
 @slow

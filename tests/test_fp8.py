@@ -28,6 +28,7 @@ from test_all import (
     KEEPS,
     SMALL,
     SpoilingStream,
+    evaluate_batch,
     expose_races,
     losses,
     main,
@@ -485,6 +486,23 @@ def test_weights_do_not_depend_on_what_is_kept(dtype, group):
 
     # another chunk size rounds gradients of weights in another way
     assert 0 < relative(weights_after_two_steps(f"{line} keep=all"), expected) < 0.1
+
+
+def test_a_step_reads_no_casts_of_an_evaluation(group):
+    """A step casts all weights anew, even if an evaluation has cast the same weights before it.
+
+    Catches a CUDA graph, captured after an evaluation, that goes on with that evaluation's casts.
+    """
+    run, model, states = make_run(make_case("1 products=fp8"), {}, SpoilingStream)
+    train.load_random_weights(run, states)
+    batch = train.load_batch(run, 0)
+    evaluate_batch(run, model, batch)
+    casts = model.blocks[0].qkv.products.weight_casts
+    assert casts
+    for cast in casts.values():
+        cast.scale.fill_(torch.nan)
+    _, _, finite = train.run_step(model, states, batch, 1e-2, 1.0)
+    assert finite
 
 
 def test_resume_and_export(tmp_path, capsys):

@@ -325,6 +325,25 @@ def ring_sums_worker() -> None:
         assert grad.dtype == torch.bfloat16 and grad.eq(258).all(), (name, grad.unique())
 
 
+def test_sums_of_groups_that_share_a_head_are_float32():
+    """If groups of heads share a key/value head, dk and dv in bf16 are sums that are rounded once.
+
+    Catches sums that are rounded after each group. Cases in bf16 pass in spite of this.
+    """
+    parts = iter((256.0, 1.0, 1.0, 0.0))  # in bf16, 256 + 1 is 256
+
+    def backward(do, q, k, v, o, lse, mask):
+        part = next(parts)
+        return torch.zeros_like(q), torch.full_like(k, part), torch.full_like(v, part)
+
+    op = attention.Attention("cpu", 4)
+    op.kernel = replace(op.kernel, backward=backward)
+    q, o, do = torch.zeros(3, 1, 8, 4, 16, dtype=torch.bfloat16)
+    k, v = torch.zeros(2, 1, 8, 1, 16, dtype=torch.bfloat16)
+    _, dk, dv = op.backward(lambda: (do, []), q, k, v, o, torch.zeros(4, 1, 1, 8))
+    assert dk.eq(258).all() and dv.eq(258).all()
+
+
 def test_sums_of_a_ring_are_float32():
     """On a ring of four ranks, dq, dk and dv in bf16 are sums that are rounded only once.
 

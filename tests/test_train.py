@@ -1,11 +1,12 @@
 """Test the training loop: its log, evaluations, learning rates, and one run under several plans."""
 
+import io
 import itertools
 import json
 import math
 import re
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -18,7 +19,7 @@ from safetensors.torch import load_file
 import data
 import model as m
 import train
-from helpers import saved_steps
+from helpers import SMALL_PLAN, planned_run, saved_steps
 from test_all import (
     SpoilingStream,
     losses,
@@ -177,8 +178,79 @@ def test_diverging_run_skips_stops_and_saves(tmp_path):
     with raises(SystemExit, match="not finite"):
         main(f"--steps 20 --lr 1e30 --warmup 0 --clip 0 --out {tmp_path}")
     rows = read_log(tmp_path)
+    flags = f"--steps {len(rows)} --lr 1e30 --warmup 0 --clip 0 --out {tmp_path}/exported"
+    with raises(SystemExit, match="not finite"):  # now in the last step
+        main(f"{flags} --export {tmp_path}/hf")
+    assert not [*tmp_path.glob("hf/*.safetensors")]
     assert [r["finite"] for r in rows[-5:]] == [0] * 5 and len(rows) < 20
     assert rows[-1]["grad_norm"] is None and saved_steps(tmp_path)
+
+
+def test_mfu_counts_the_keys_that_tokens_see(capsys):
+    """If documents are short, the causal MFU of a step counts only the keys that its tokens see.
+
+    Catches an MFU that counts attention over whole sequences.
+    """
+    run = planned_run(SMALL_PLAN)
+    run = replace(run, hardware=SimpleNamespace(profile=SimpleNamespace(peak_flops=1e15)))
+
+    def row(keys_seen):
+        numbers = dict.fromkeys(("loss", "grad_norm", "lr", "finite", "gpu_gib", "valid_labels"), 1)
+        log = io.StringIO()
+        train.log_step(run, log, numbers | {"step": 1, "seconds": 2, "keys_seen": keys_seen}, "")
+        return json.loads(log.getvalue())
+
+    whole, short = row(SMALL_PLAN.seq), row(SMALL_PLAN.seq / 8)
+    assert "2.00 s left 0:06:38" in capsys.readouterr().out  # 199 steps are left
+    assert short["mfu_causal"] < 0.9 * whole["mfu_causal"] and short["tgs"] == whole["tgs"]
+
+
+def test_flags_of_a_step_do_what_they_say(tmp_path):
+    """--seed decides the first weights and the order of samples, --clip the norm of the gradient
+    that AdamW gets, and --weight-decay how much a step shrinks matrices.
+
+    Catches a flag that is lost on its way to the engine, which then has its default.
+    """
+
+    def states_after_a_step(flags: str) -> dict[str, torch.Tensor]:
+        flags += " --seed 3 --lr 0.01 --warmup 0 --dtype fp64 --steps 1"
+        main(f"{flags} --out {tmp_path}/o")
+        (file,) = tmp_path.glob("o/step-*/*.safetensors")
+        return load_file(file)
+
+    found = {decay: states_after_a_step(f"--weight-decay {decay}") for decay in (0, 0.5)}
+    model = m.LLaMA(m.MODELS["tiny"]).double()
+    model.init_weights(3)
+    for name, weight in model.named_parameters():
+        shrunk = found[0][f"master.{name}"] - found[0.5][f"master.{name}"]
+        expected = 0.01 * 0.5 * weight.detach() if weight.dim() > 1 else torch.zeros_like(weight)
+        assert torch.allclose(shrunk, expected.flatten(), rtol=1e-9, atol=1e-12), name
+
+    sequences, _ = data.split(data.open_corpus(train.Config.data)[0], None, 32, 3)
+    windows = torch.from_numpy(np.stack([sequences.sample(i).tokens for i in range(6)]))
+    logits = model(windows[:, :-1]).transpose(1, 2)
+    expected_loss = F.cross_entropy(logits, windows[:, 1:]).item()
+    (row,) = read_log(tmp_path / "o")
+    assert row["loss"] == approx(expected_loss, rel=1e-11)
+
+    moments = states_after_a_step("--clip 0.25").items()  # the first ones are 0.1 * gradient
+    squares = [value.square().sum() for name, value in moments if name.startswith("exp_avg.")]
+    assert row["grad_norm"] > 0.25 and sum(squares) ** 0.5 == approx(0.1 * 0.25, rel=1e-4)
+
+
+def test_only_skips_in_a_row_end_a_run():
+    """A run goes on if finite steps lie between those that are skipped.
+
+    Catches a long run that a few skipped steps, far from each other, end.
+    """
+    state = train.LoopState(0, 0, needs_save=False, is_saved=False)
+    stop = SimpleNamespace(agree_on=lambda request: "")
+    almost = (train.MAX_SKIPS - 1) * [0]
+    for finite in [*almost, 1, *almost]:
+        train.check_stop(state, stop, {"finite": finite, "read_failed": 0, "stop": 0}, None)
+        assert not state.stop_reason
+    train.check_stop(state, stop, {"finite": 0, "read_failed": 0, "stop": 0}, None)
+    assert "5 steps in a row" in state.stop_reason
 
 
 def test_schedule_equals_torchs_and_stays_where_it_ended(tmp_path, capsys):
