@@ -478,10 +478,9 @@ def check_holds_no_more(saved: Checkpoint, weights: set[str]) -> None:
     would train without it, and its next checkpoints would not have it."""
     more = sorted({weight_of(name) for name in open_parts(saved)} - weights)
     if more:
-        dots = ", ..." if len(more) > 4 else ""
         raise ValueError(
-            f"--resume: {saved.folder} also holds {', '.join(more[:4])}{dots}, which this model "
-            "does not have. Resume with the files of the project that trained it"
+            f"--resume: {saved.folder} also holds {first_names(more)}, which this model does not "
+            "have. Resume with the files of the project that trained it"
         )
 
 
@@ -489,6 +488,11 @@ def weight_of(state: str) -> str:
     """Return the name of a state's weight. Example: blocks.0.qkv for master.blocks.0.qkv. A state
     of the whole run, such as "updates", gives ""."""
     return state.partition(".")[2]
+
+
+def first_names(names: list[str]) -> str:
+    """Return the first four names as text for an error, with dots if there are more."""
+    return ", ".join([*names[:4], "..."] if len(names) > 4 else names)
 
 
 def fill(values: Tensor, parts: list[SavedPart], first: int) -> None:
@@ -549,10 +553,9 @@ def open_weights(
         if name not in shapes or name not in weights or weights[name].shape != shapes[name]
     ]
     if wrong:
-        dots = ", ..." if len(wrong) > 4 else ""
         raise ValueError(
-            f"{saved.folder} is of another model than this one: {', '.join(wrong[:4])}{dots} "
-            "differ. Read it with the files of the project that trained it"
+            f"{saved.folder} is of another model than this one: {first_names(wrong)} differ. Read "
+            "it with the files of the project that trained it"
         )
 
     def read(name: str) -> Tensor:

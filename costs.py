@@ -361,7 +361,7 @@ class Plan:
 
     @property
     def in_chunks(self) -> bool:
-        """Return whether layers run in token chunks, of which a layer may have only one."""
+        """Return whether layers run in token chunks. One chunk may have all tokens of a layer."""
         return self.recompute == "auto"
 
     @property

@@ -59,7 +59,7 @@ import torch.distributed as dist
 from safetensors import safe_open
 from torch import Tensor
 
-from checkpoint import is_finite, pack, sync, write_tensors
+from checkpoint import first_names, is_finite, pack, sync, write_tensors
 from data import fresh_folder, own_file, replace_file
 from model import ROPE_KEYS, ROPE_OPTIONS, LLaMA, ModelConfig, rope_kind
 from optim import round_weight
@@ -420,8 +420,7 @@ def no_weights(folder: str) -> str:
     others = sorted(file.name for file in root.glob("*.safetensors"))
     text = f"--init hf:{folder}: there is neither {WEIGHTS} nor {INDEX} in it. "
     if others:
-        dots = ", ..." if len(others) > 4 else ""
-        text += f"Other files are not read without the index: {', '.join(others[:4])}{dots}. "
+        text += f"Other files are not read without the index: {first_names(others)}. "
     if not pickles:
         return text + "Download the weights, too"
     # the assertion stops a conversion that would make up weights, such as a random head
@@ -514,9 +513,8 @@ def check_shapes(folder: str, expected: dict[str, tuple], found: dict[str, tuple
         (misshapen, "of another shape than config.json says"),
     ):
         if tensors:
-            dots = ", ..." if len(tensors) > 4 else ""
             count = "1 tensor is" if len(tensors) == 1 else f"{len(tensors)} tensors are"
-            problems.append(f"{count} {problem}: {', '.join(tensors[:4])}{dots}")
+            problems.append(f"{count} {problem}: {first_names(tensors)}")
     if "lm_head.weight" in missing:
         problems.append(
             "tie_word_embeddings is false, so the head must be stored. A base model or an "

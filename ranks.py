@@ -389,13 +389,13 @@ def print0(*text) -> None:
         try:
             print(*text, flush=True)
         except OSError as e:
-            # The run goes on without this line, because it still has to save. A full disk may have
-            # room for later lines. Otherwise the reader is gone: Ctrl-C has ended the `tee`
-            # (EPIPE), or the terminal was closed (EIO)
-            # In both cases stdout becomes a new file object, without the line that failed
+            # The run goes on without this line, because it still has to save. So stdout becomes a
+            # new file object, in whose buffer the line is not
             if e.errno in (errno.ENOSPC, errno.EDQUOT):
+                # the disk is full, and may have room for later lines
                 sys.stdout = open(sys.stdout.fileno(), "w", closefd=False)
             else:
+                # the reader is gone: Ctrl-C has ended the `tee`, or the terminal was closed
                 sys.stdout = open(os.devnull, "w")
 
 

@@ -1642,11 +1642,12 @@ def print_changes(run: Run) -> None:
     ]
     # "the data" in config is a checksum of names and numbers of tokens, but not of the tokens
     known = run.resumed.meta["trained_to"]
-    new = [s.corpus for s in run.training.sources if s.corpus.content not in known]
+    pairs = zip(parse_mixture(run.cfg.data), run.training.sources)
+    new = [source.path for source, data in pairs if data.corpus.content not in known]
     if new:
-        names = ", ".join(corpus.files[0].path.name for corpus in new)
-        begin = "" if run.start_samples else ", so the order of samples begins anew"
-        changes.append(f"the tokens of {names} are new to this run{begin}")
+        # if all data are new, the run begins with their first sample (configure)
+        order = "" if run.start_samples else ", so the order of samples begins anew"
+        changes.append(f"the tokens of {', '.join(new)} are new to this run{order}")
     print0(
         f"resumed {run.resumed.folder} at step {run.start_step}; changed:",
         ", ".join(changes) or "nothing",
